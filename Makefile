@@ -7,14 +7,14 @@
 #   TORCH_VERSIONS, TORCH_INDEX   of torch-versions: which (default: all), and an index besides pip's
 #   ENGINES      of engines: which (default: all, and then the report is written)
 #   MUTANTS_ARGS of mutants: such as --workers 4, --again, --against OLD.json
-#   WIRE, COUNT, LOOPS, EXITS, SEED   of soak-faults: over what (shm, gloo, mpi; hosts: two, made of
+#   BACKEND, COUNT, LOOPS, EXITS, SEED   of soak-faults: over what (shm, gloo, mpi; hosts: two, made of
 #                namespaces), how many faults, faults in programs of join contexts and models,
 #                and exits, drawn from what
 
 PYTHON      ?= python3
 VENV        ?= .venv
 PYTEST_ARGS ?=
-WIRE        ?= shm
+BACKEND        ?= shm
 COUNT       ?= 1000
 LOOPS       ?= 300
 EXITS       ?= 300
@@ -39,7 +39,8 @@ demo: $(VENV)/.installed-demo ## train a small transformer on four processes, me
 lint: $(VENV)/.installed-test ## format, lint, words, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python packaging/lint_words.py
+	$(BIN)/python packaging/lint_docstrings.py
+	$(BIN)/python packaging/lint_prose.py
 	$(BIN)/mypy
 
 test: WORKERS ?= 8
@@ -54,8 +55,8 @@ soak: $(VENV)/.installed-test ## the long tables, stress tests and long programs
 	$(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile soak --timeout 3600 -o faulthandler_timeout=3660 --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak-faults: $(VENV)/.installed-test ## ranks that are killed, stopped, raise or leave, at random; writes a report
-	$(BIN)/python -m tests.faults.run --wire $(WIRE) --faults $(COUNT) --loops $(LOOPS) --exits $(EXITS) --seed $(SEED) \
-		--report tests/faults/report-$(WIRE).md
+	$(BIN)/python -m tests.faults.run --backend $(BACKEND) --faults $(COUNT) --loops $(LOOPS) --exits $(EXITS) --seed $(SEED) \
+		--report tests/faults/report-$(BACKEND).md
 
 torch-conformance: $(VENV)/.installed-conformance ## torch's own process-group tests on our backends, and on Gloo
 	$(BIN)/python tests/conformance/run.py

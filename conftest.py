@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshdist.launching.guard import end_with_parent
+from meshdist.launching.orphan_reaper import end_with_parent
 
 # Each simulated rank is a thread, and with OpenMP's default each has a team of its own that spins:
 # three steps of a small model on one rank took 1.4 s of processor time instead of 0.1 s.
@@ -26,7 +26,7 @@ LONGEST = {
     "test_the_ranks_of_kubeflow_s_variables",
     "test_torchrun_starts_again_what_has_lost_a_rank",
     "test_values_and_gradients_are_those_of_one_device",
-    "test_wires_that_are_well",
+    "test_backends_that_are_well",
 }
 """Tests that take five seconds of a quiet core, or more."""
 
@@ -46,14 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests over MPI first: one worker takes them all, and starts their jobs once.
 
     The longest stand half-way, where another worker begins: at the end they would leave it at work
-    alone. Tests of every wire over two hosts are soaked: a file of its own samples them.
+    alone. Tests of every backend over two hosts are soaked: a file of its own samples them.
     """
     for item in items:
         parameters = getattr(item, "callspec", None)
-        wire = parameters.params.get("wire") if parameters is not None else None
-        if wire == "mpi":
+        backend = parameters.params.get("backend") if parameters is not None else None
+        if backend == "mpi":
             item.add_marker("mpi")
-        elif isinstance(wire, str) and wire.endswith("two hosts"):
+        elif isinstance(backend, str) and backend.endswith("two hosts"):
             item.add_marker("soak")
     items.sort(key=lambda item: item.get_closest_marker("mpi") is None)
     longest = [item for item in items if getattr(item, "originalname", "") in LONGEST]
@@ -104,7 +104,7 @@ def _handlers_of_preempted() -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say so where tests over two hosts did not run, since the system allows no namespaces."""
     reasons = [report.longrepr[2] for report in terminalreporter.getreports("skipped")]
-    refused = [reason for reason in reasons if "two hosts need namespaces" in reason]
-    if refused:
-        text = f"{len(refused)} tests over two hosts did not run: {refused[0]}"
+    rejected = [reason for reason in reasons if "two hosts need namespaces" in reason]
+    if rejected:
+        text = f"{len(rejected)} tests over two hosts did not run: {rejected[0]}"
         terminalreporter.write_line(text)

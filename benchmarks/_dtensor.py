@@ -60,12 +60,12 @@ class ReceivedBytes(TorchDispatchMode):
     """Counts what this rank receives in functional collectives, each in its cheapest form.
 
     By a ring or in pairs, of n bytes given over p ranks an all_gather receives (p - 1) n, a
-    reduce_scatter (p - 1) n / p, and an all_reduce twice that. ``verbs`` has their names.
+    reduce_scatter (p - 1) n / p, and an all_reduce twice that. ``operations`` has their names.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.verbs: list[str] = []
+        self.operations: list[str] = []
         self.num_bytes = 0.0
 
     def __torch_dispatch__(
@@ -76,18 +76,18 @@ class ReceivedBytes(TorchDispatchMode):
             self._count(func.overloadpacket.__name__, args, result)
         return result
 
-    def _count(self, verb: str, args: tuple[Any, ...], result: Any) -> None:
-        if verb in ("wait_tensor", "_wrap_tensor_autograd"):
+    def _count(self, operation: str, args: tuple[Any, ...], result: Any) -> None:
+        if operation in ("wait_tensor", "_wrap_tensor_autograd"):
             return
         given = args[0].nbytes
-        if verb == "all_gather_into_tensor":
+        if operation == "all_gather_into_tensor":
             received = result.nbytes - given
-        elif verb == "reduce_scatter_tensor":
+        elif operation == "reduce_scatter_tensor":
             received = given - result.nbytes
-        elif verb == "all_reduce":
+        elif operation == "all_reduce":
             size = _resolve_process_group(args[2]).size()
             received = 2 * given * (size - 1) / size
         else:
-            raise NotImplementedError(f"the bytes of {verb} are not known here")
-        self.verbs.append(verb)
+            raise NotImplementedError(f"the bytes of {operation} are not known here")
+        self.operations.append(operation)
         self.num_bytes += received

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 import meshdist as md
-from meshdist.bench.reporting import machine
+from meshdist.bench.reports import machine
 
 T = TypeVar("T")
 REPORTS = Path(__file__).resolve().parent / "reports"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _verbs import BLOCKING, IN_FLIGHT, calls_of_verbs
+from _operations import BLOCKING, IN_FLIGHT, calls_of_operations
 
 import meshdist as md
 
@@ -25,11 +25,11 @@ Call = Callable[[], Any]
 
 
 class Side:
-    """A world over one wire; what ``call`` returns is measured.
+    """A world over one backend; what ``call`` returns is measured.
 
     Args:
-        backend: the wire.
-        make: makes what is measured whatever is asked for; None measures verbs.
+        backend: the backend.
+        make: makes what is measured whatever is asked for; None measures collectives.
     """
 
     def __init__(self, backend: str, make: Callable[[], Call] | None = None) -> None:
@@ -38,19 +38,20 @@ class Side:
         self.rank, self.size = md.get_rank(), md.get_world_size()
         self._program = None if make is None else make()
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call:
-        """Return a function that does ``verb`` once; ``num_bytes`` is the size of its result."""
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call:
+        """Return a function that does ``operation`` once; ``num_bytes`` is the size of its
+        result."""
         if self._program is not None:
             return self._program
-        if verb in (*BLOCKING, *IN_FLIGHT):
-            return calls_of_verbs(num_bytes)[verb]
+        if operation in (*BLOCKING, *IN_FLIGHT):
+            return calls_of_operations(num_bytes)[operation]
         whole = torch.ones(max(1, num_bytes // 4))
-        if verb == "all_reduce":
+        if operation == "all_reduce":
             return partial(md.all_reduce, whole)
-        if verb == "send_recv":
+        if operation == "send_recv":
             return partial(self._ping_pong, whole)
         part = torch.ones(max(1, whole.numel() // self.size))
-        return partial(getattr(md, verb), part.new_empty(part.numel() * self.size), part)
+        return partial(getattr(md, operation), part.new_empty(part.numel() * self.size), part)
 
     def _ping_pong(self, x: torch.Tensor) -> None:
         for sender in (0, 1):
@@ -133,9 +134,9 @@ SIDES: dict[str, Callable[[], Side]] = {
     "shm": partial(Side, "shm"),
     "mpi": partial(Side, "mpi"),
     "gloo": partial(Side, "gloo"),
-    "verbs-shm": partial(Side, "shm"),
-    "verbs-mpi": partial(Side, "mpi"),
-    "verbs-gloo": partial(Side, "gloo"),
+    "operations-shm": partial(Side, "shm"),
+    "operations-mpi": partial(Side, "mpi"),
+    "operations-gloo": partial(Side, "gloo"),
     "mesh": partial(Side, "shm", mesh_maker),
     "demo": partial(Side, "shm", demo_step),
     "ddp-many": partial(Side, "shm", partial(ddp_step, "many")),
@@ -143,9 +144,9 @@ SIDES: dict[str, Callable[[], Side]] = {
     "ddp-gloo": partial(Side, "gloo", partial(ddp_step, "many")),
     "typed": partial(Side, "shm", typed_step),
     **{
-        f"join-{name}-{wire}": partial(Side, wire, partial(joined_step, name))
+        f"join-{name}-{backend}": partial(Side, backend, partial(joined_step, name))
         for name in ("mlp", "transformer", "many")
-        for wire in ("shm", "gloo")
+        for backend in ("shm", "gloo")
     },
     "join-behind-shm": partial(Side, "shm", call_behind),
     "join-behind-gloo": partial(Side, "gloo", call_behind),

@@ -2,8 +2,8 @@
 bytes that they need.
 
 A transition's name has one placement for each mesh axis on both sides: S0 and S1 for a dim that
-the axis shards, R for replicas, P for summands. An array has integers in float32, so that sums in
-any order are exact.
+the axis shards, R for replicas, P for partial sums. An array has integers in float32, so that sums
+in any order are exact.
 """
 
 from __future__ import annotations
@@ -68,24 +68,25 @@ def _side_text(side: Side) -> str:
 def shard_of(
     whole: torch.Tensor, side: Side, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> torch.Tensor:
-    """Return the part of ``whole`` that one rank holds, as a view; a summand is of all of it."""
+    """Return the part of ``whole`` that one rank holds, as a view; a partial sum is of all of
+    it."""
     for placement, size, index in zip(side, sizes, coordinate, strict=True):
         if placement.startswith("S"):
             whole = whole.chunk(size, int(placement[1:]))[index]
     return whole
 
 
-def summand_of(
+def partial_sum_of(
     whole: torch.Tensor, side: Side, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> torch.Tensor:
-    """Return what a rank holds where the sum is ``whole`` times the number of summands."""
+    """Return what a rank holds where the sum is ``whole`` times the number of partial sums."""
     place, count = _place(side, sizes, coordinate)
-    offset = 2 * place - count + 1  # of all summands these add up to zero
+    offset = 2 * place - count + 1  # of all partial sums these add up to zero
     return (shard_of(whole, side, sizes, coordinate) + offset).contiguous()
 
 
 def _place(side: Side, sizes: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
-    """The place of a rank among those whose summands are added, and their number."""
+    """The place of a rank among those whose partial sums are added, and their number."""
     place, count = 0, 1
     for placement, size, index in zip(side, sizes, coordinate, strict=True):
         if placement == "P":
@@ -93,7 +94,7 @@ def _place(side: Side, sizes: Sequence[int], coordinate: Sequence[int]) -> tuple
     return place, count
 
 
-def num_summands(side: Side, sizes: Sequence[int]) -> int:
+def num_partial_sums(side: Side, sizes: Sequence[int]) -> int:
     """Return how many ranks' values make up an element."""
     return _place(side, sizes, [0] * len(sizes))[1]
 
@@ -101,9 +102,9 @@ def num_summands(side: Side, sizes: Sequence[int]) -> int:
 def bound(transition: str, sizes: Sequence[int]) -> float:
     """Return the fewest bytes that all ranks together can receive, over the bytes of the array.
 
-    Without summands an element goes to every rank that shall hold it and does not. With them it
-    takes as many messages as there are summands and destinations, less one, and less one more where
-    a destination holds a summand.
+    Without partial sums an element goes to every rank that shall hold it and does not. With them it
+    takes as many messages as there are partial sums and destinations, less one, and less one more
+    where a destination holds a partial sum.
 
     Example:
         >>> bound("[S0,S0]->[R,R]", (2, 2)), bound("[S0,S1]->[S1,S0]", (2, 2))
@@ -119,9 +120,9 @@ def bound(transition: str, sizes: Sequence[int]) -> float:
         wanted[shard_of(cells, after, sizes, coordinate).flatten()] = 1
         destinations += wanted
         holders += held * wanted
-    summands = num_summands(before, sizes)
-    if summands == 1:
+    partial_sums = num_partial_sums(before, sizes)
+    if partial_sums == 1:
         received = destinations - holders
     else:
-        received = summands + destinations - 1 - holders.clamp(max=1)
+        received = partial_sums + destinations - 1 - holders.clamp(max=1)
     return received.sum().item() / edge**2

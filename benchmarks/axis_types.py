@@ -210,10 +210,10 @@ def quotients(taken: Mapping[str, Sequence[Sample]]) -> tuple[float, float]:
 def measure_ranks(
     meshes: Mapping[str, md.DeviceMesh], rounds: int, width: int
 ) -> tuple[Rows, Rows]:
-    """Types beside our DDP, over each wire."""
+    """Types beside our DDP, over each backend."""
     x, y = tokens(4)
     rows, targets = [], []
-    for wire, mesh in meshes.items():
+    for backend, mesh in meshes.items():
         model, wrapped = encoder(width), md.DDP(encoder(width), device_mesh=mesh)
         steps = {"typed": typed_step(model, mesh, x, y), "DDP": plain_step(wrapped, x, y)}
         for _ in range(2):
@@ -223,7 +223,7 @@ def measure_ranks(
             torch.testing.assert_close(mine.grad, its.grad)
         sides = {side: partial(sample_of, step, 2) for side, step in steps.items()}
         taken = interleaved(sides, rounds)
-        name = f"step, width {width}, 2 ranks over {wire}"
+        name = f"step, width {width}, 2 ranks over {backend}"
         rows += both_clocks(name, "ms", taken)
         targets.append(target(f"{name}: typed / DDP", STEP_OVER_DDP, *quotients(taken)))
     return rows, targets
@@ -295,13 +295,13 @@ def measure(rank: int, folder: str, options: argparse.Namespace, rows: Rows, tar
         "gloo", f"file://{folder}/theirs", world_size=NUM_RANKS, rank=rank
     )
     meshes = {
-        wire: md.init_device_mesh(
+        backend: md.init_device_mesh(
             "cpu",
             (NUM_RANKS,),
             mesh_dim_names=("dp",),
-            axis_options={"dp": md.AxisOptions(backend=wire)},
+            axis_options={"dp": md.AxisOptions(backend=backend)},
         )
-        for wire in ("shm", "gloo")
+        for backend in ("shm", "gloo")
     }
     scale = QUICK_SCALE if options.quick else 1
     if "ranks" in options.parts:

@@ -1,9 +1,10 @@
 """Two checkouts of meshdist side by side: is anything slower after than before?
 
     python benchmarks/before_after.py BEFORE [AFTER] [--report FILE.json] [--rounds 7] [--starts 3]
-        [--parts import,mesh,demo,ddp-many,ddp-mlp,ddp-gloo,typed,shm,mpi,gloo,verbs-shm,verbs-mpi,
-        verbs-gloo,join-{mlp,transformer,many,behind}-{shm,gloo}]
-        [--sizes 8,4096,1048576,67108864]
+        [--parts
+        import,mesh,demo,ddp-many,ddp-mlp,ddp-gloo,typed,shm,mpi,gloo,collectives-shm,collectives-mpi,
+        collectives-gloo,join-{mlp,transformer,many,behind}-{shm,gloo}] [--sizes
+        8,4096,1048576,67108864]
 
 BEFORE and AFTER are folders of checkouts, each with its .venv, or interpreters that have meshdist
 installed; AFTER is by default the interpreter that runs this. Of either only public names are used.
@@ -34,16 +35,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._mpi import OPEN_MPI
+from benchmarks._operations import BLOCKING, IN_FLIGHT
 from benchmarks._report import REPORTS, interleaved, some_of
-from benchmarks._verbs import BLOCKING, IN_FLIGHT
-from meshdist.bench.measuring import Cell, Entrant, measure, running
-from meshdist.bench.reporting import size_text, time_text, to_json, write
+from meshdist.bench.measurement import Cell, Entrant, measure, running
+from meshdist.bench.reports import size_text, time_text, to_json, write
 
 LABELS = BEFORE, AFTER = ("before", "after")
 LEAST = 0.03  # differences below this are not looked at
 SIDE = Path(__file__).with_name("_side.py")
 SIZES = "8,4096,1048576,67108864"
-VERBS = ("all_reduce", "all_gather_into_tensor", "send_recv")
+OPERATIONS = ("all_reduce", "all_gather_into_tensor", "send_recv")
 SMALL_CALLS = tuple(name for name in (*BLOCKING, *IN_FLIGHT) if name != "all_reduce")
 
 
@@ -62,7 +63,7 @@ class Part:
 
     Args:
         num_ranks: of each side.
-        whats: names of verbs, or of what the side does instead.
+        whats: names of collectives, or of what the side does instead.
         has_sizes: whether each is measured at several sizes.
     """
 
@@ -79,16 +80,16 @@ WORLDS = {
     "ddp-gloo": Part(2, ("DDP step, 2,000 parameters",)),
     "typed": Part(2, ("typed step, eight layers",)),
     **{
-        f"join-{what}-{wire}": Part(2, (text,))
+        f"join-{what}-{backend}": Part(2, (text,))
         for what, text in JOINED.items()
-        for wire in ("shm", "gloo")
+        for backend in ("shm", "gloo")
     },
-    "shm": Part(2, VERBS, has_sizes=True),
-    "mpi": Part(2, VERBS, has_sizes=True),
-    "gloo": Part(2, VERBS, has_sizes=True),
-    "verbs-shm": Part(2, SMALL_CALLS),
-    "verbs-mpi": Part(2, SMALL_CALLS),
-    "verbs-gloo": Part(2, SMALL_CALLS),
+    "shm": Part(2, OPERATIONS, has_sizes=True),
+    "mpi": Part(2, OPERATIONS, has_sizes=True),
+    "gloo": Part(2, OPERATIONS, has_sizes=True),
+    "operations-shm": Part(2, SMALL_CALLS),
+    "operations-mpi": Part(2, SMALL_CALLS),
+    "operations-gloo": Part(2, SMALL_CALLS),
 }
 IMPORTS = {
     "import meshdist": "import time; start = time.perf_counter(); import meshdist",
@@ -125,7 +126,7 @@ class Checkout:
     def entrant(self, label: str, side: str) -> Entrant:
         """Return this side's ranks for one of ``_side.SIDES``."""
         launch: tuple[str, ...] = ()
-        if side in ("mpi", "verbs-mpi"):
+        if side in ("mpi", "operations-mpi"):
             launch = (str(Path(self.python).with_name("mpiexec")), "-n", "{n}")
         program = (str(SIDE),)
         return Entrant(label, side, launch, self.python, OPEN_MPI, program)
@@ -194,7 +195,7 @@ def row_text(part: str, cell: Cell) -> str:
     """One line of the table."""
     times = (time_text(cell.median(label)) for label in LABELS)
     return (
-        f"{part:<22}{cell.verb:<32}{size_text(cell.num_bytes):>8}"
+        f"{part:<22}{cell.operation:<32}{size_text(cell.num_bytes):>8}"
         + "".join(f"{text:>10}" for text in times)
         + f"{statistics.median(quotients(cell)):>8.3f}{spread(cell):>8.3f}{best(cell):>8.3f}"
         + f"  {verdict(cell)}"
@@ -226,7 +227,7 @@ def run(
                 else measure_world(part, checkouts, sizes, rounds)
             )
             for cell in cells:
-                whole = found.setdefault((part, cell.verb, cell.num_bytes), cell)
+                whole = found.setdefault((part, cell.operation, cell.num_bytes), cell)
                 if whole is not cell:
                     for label, samples in cell.samples.items():
                         whole.samples[label] += samples

@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._report import parser_of, write_report
-from meshdist.bench.measuring import Cell, Entrant, measure, running
-from meshdist.bench.reporting import size_text
+from meshdist.bench.measurement import Cell, Entrant, measure, running
+from meshdist.bench.reports import size_text
 
 OURS, TORCH = "meshdist/shm", "torch/gloo"
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def rows_beside(num_busy: int, sizes: Sequence[int], rounds: int) -> list[dict[s
 
 
 def numbers(text: str) -> list[int]:
-    """A comma list of whole numbers."""
+    """A comma list of integers."""
     return [int(one) for one in text.split(",")]
 
 

@@ -4,11 +4,11 @@
 
 Without a GPU, the class is the tests' stand-in for ProcessGroupNCCL, which takes CPU tensors, on
 one rank: what it does in Python takes longer than the C++ of torch's, so that the differences
-count, not the quotients. With one (`--gpu`) it is torch's own, and "torch" is the verb of
+count, not the quotients. With one (`--gpu`) it is torch's own, and "torch" is the collective of
 torch.distributed on a world of its own. "Class" is a call of its method on prepared options, with a
-wait for the work where the call is started; "in Python" is the verb where the group's fast path is
-not taken. A time is the CPU's for the calling thread, in microseconds a call: the median over
-rounds of the fastest of some blocks of calls. MAX is of floats, which are compared as whole
+wait for the work where the call is started; "in Python" is the collective where the group's fast
+path is not taken. A time is the CPU's for the calling thread, in microseconds a call: the median
+over rounds of the fastest of some blocks of calls. MAX is of floats, which are compared as whole
 numbers: two copies beside the call.
 """
 
@@ -30,7 +30,7 @@ from torch.distributed import AllreduceOptions
 
 import meshdist as md
 from benchmarks._report import interleaved, parser_of, write_report
-from tests.wires.c10d.nccl_stand_in import standing_in
+from tests.backends.c10d.nccl_stand_in import standing_in
 
 OPS = ("SUM", "AVG", "MAX")
 CALLS, BLOCKS = 200, 5
@@ -43,9 +43,9 @@ def measure(
     group: Any = md.group.WORLD
     reduction = getattr(md.ReduceOp, op)
     its_op = getattr(torch.distributed.ReduceOp, op)
-    channel = group.open_channel(x.device.type)
+    device_group = group.open_device_group(x.device.type)
     place = "fast_path_on_device" if x.is_cuda else "fast_path"
-    its_class, path = channel.communicator.torch_group, getattr(group, place)
+    its_class, path = device_group.communicator.torch_group, getattr(group, place)
     options = AllreduceOptions()
     options.asyncOp, options.reduceOp = is_async, its_op
 
@@ -62,7 +62,7 @@ def measure(
             blocks.append((time.thread_time_ns() - begin) / CALLS)
         return min(blocks) / 1e3
 
-    def verb() -> Any:
+    def operation() -> Any:
         return md.all_reduce(x, reduction, group, async_op=is_async)
 
     def of_torch() -> Any:
@@ -70,8 +70,8 @@ def measure(
 
     ways = {
         "class": lambda: fastest_us(lambda: its_class.allreduce([x], options), path),
-        "meshdist": lambda: fastest_us(verb, path),
-        "in Python": lambda: fastest_us(verb, None),
+        "meshdist": lambda: fastest_us(operation, path),
+        "in Python": lambda: fastest_us(operation, None),
     }
     if x.is_cuda:
         ways["torch"] = lambda: fastest_us(of_torch, path)
@@ -92,7 +92,7 @@ def on_the_stand_in(folder: str) -> Iterator[tuple[torch.Tensor, Callable[[], No
         md.init_process_group("cpu:nccl", init_method=method, rank=0, world_size=1)
         x = torch.ones(2)
         md.all_reduce(x)
-        its_class = md.group.WORLD.open_channel("cpu").communicator.torch_group
+        its_class = md.group.WORLD.open_device_group("cpu").communicator.torch_group
 
         def forget() -> None:
             for kept in (device.log, device.kernels, its_class.calls, its_class.kernels):

@@ -89,10 +89,10 @@ class Side(ABC):
 
 
 class Ours(Side):
-    """``md.checkpoint`` over a wire."""
+    """``md.checkpoint`` over a backend."""
 
-    def __init__(self, wire: str) -> None:
-        options = {"x": md.AxisOptions(backend=wire)}
+    def __init__(self, backend: str) -> None:
+        options = {"x": md.AxisOptions(backend=backend)}
         size = md.get_world_size()
         self._mesh = md.init_device_mesh(
             "cpu", (size,), mesh_dim_names=("x",), axis_options=options
@@ -165,7 +165,10 @@ class OneFile(Side):
 
 def make_sides() -> dict[str, Side]:
     """The sides that this number of ranks has; collective."""
-    sides: dict[str, Side] = {"DCP": Dcp(), **{wire: Ours(wire) for wire in ("shm", "gloo")}}
+    sides: dict[str, Side] = {
+        "DCP": Dcp(),
+        **{backend: Ours(backend) for backend in ("shm", "gloo")},
+    }
     if md.get_world_size() == 1:
         sides["torch.save"] = OneFile(torch.save, partial(torch.load, weights_only=True))
         sides["safetensors"] = OneFile(save_file, load_file)
@@ -320,10 +323,10 @@ class Measurement:
             if read is not None:
                 row["read"] = read[side]
             self.rows.append(row)
-        for wire in ("shm", "gloo"):
-            name = f"{what}, {self.num_ranks} ranks: {wire} / DCP"
+        for backend in ("shm", "gloo"):
+            name = f"{what}, {self.num_ranks} ranks: {backend} / DCP"
             self.targets.append(
-                compared(name, what, samples[wire], samples["DCP"], by_cpu=is_small)
+                compared(name, what, samples[backend], samples["DCP"], by_cpu=is_small)
             )
 
 

@@ -1,18 +1,18 @@
-"""Every verb, ours beside the others: torch's Gloo, Open MPI, MPICH and JAX.
+"""Every collective, ours beside the others: torch's Gloo, Open MPI, MPICH and JAX.
 
-    python -m benchmarks.collectives [gloo] [shm] [crowded] [--rounds 5] [--verbs all_reduce,...]
+    python -m benchmarks.collectives [gloo] [shm] [crowded] [--rounds 5] [--collectives
+    all_reduce,...]
 
 ``gloo`` is ours over Gloo beside torch.distributed over Gloo, 2 ranks. ``shm`` is ours through
 shared memory beside all the others, 2 ranks; ``crowded`` the same with 4 ranks. All of them by
 default.
 
 All sides keep their processes, asleep while another is at work; each round asks each side once for
-each verb and size. A cell is the median over rounds of the slowest rank's time per call; a ratio is
-the median over rounds of the other's time divided by ours in the same round. MPI is called through
-mpi4py on NumPy arrays, which lie on pages of the size that torch's tensors lie on; it and JAX take
-part where they are installed, MPICH from an environment of its own (build/mpich), since its mpiexec
-has the name of Open MPI's.
-`meshdist bench collectives` measures whatever is named.
+each collective and size. A cell is the median over rounds of the slowest rank's time per call; a
+ratio is the median over rounds of the other's time divided by ours in the same round. MPI is called
+through mpi4py on NumPy arrays, which lie on pages of the size that torch's tensors lie on; it and
+JAX take part where they are installed, MPICH from an environment of its own (build/mpich), since
+its mpiexec has the name of Open MPI's. `meshdist bench collectives` measures whatever is named.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._mpi import PACKAGES, mpich_python
-from meshdist.bench.measuring import Cell, Entrant, measure, running
-from meshdist.bench.reporting import plot, size_text, table_text, to_json, write
-from meshdist.bench.sides import VERBS
+from meshdist.bench.measurement import Cell, Entrant, measure, running
+from meshdist.bench.reports import plot, size_text, table_text, to_json, write
+from meshdist.bench.sides import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = Path(__file__).resolve().parent / "reports"
@@ -55,7 +55,7 @@ class Part:
         name: its report's.
         num_ranks: of each side.
         sizes: in bytes.
-        also: further cells: verb, size and dtype.
+        also: further cells: collective, size and dtype.
     """
 
     name: str
@@ -78,17 +78,17 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Target:
-    """How many times as fast as the fastest of ``others`` a verb shall be at some sizes.
+    """How many times as fast as the fastest of ``others`` a collective shall be at some sizes.
 
     Args:
-        verb: its name.
+        collective: its name.
         sizes: in bytes.
         others: whom it is compared with.
         times: how many times as fast.
         most_us: how long it may take, in microseconds, whatever the others take.
     """
 
-    verb: str
+    operation: str
     sizes: tuple[int, ...]
     others: tuple[str, ...] = ()
     times: float = 0.0
@@ -110,8 +110,8 @@ TARGETS = {
         Target("reduce_scatter_tensor", (64 * MIB,), (TORCH,), 10.0),
         Target("all_gather_into_tensor", FROM_1_MIB, MPI, 1.0),
         Target("all_gather_into_tensor", FROM_1_MIB, (TORCH,), 5.0),
-        *(Target(verb, FROM_1_MIB, MPI, 0.9) for verb in MOVED),
-        *(Target(verb, FROM_1_MIB, (TORCH,), 2.5) for verb in MOVED),
+        *(Target(operation, FROM_1_MIB, MPI, 0.9) for operation in MOVED),
+        *(Target(operation, FROM_1_MIB, (TORCH,), 2.5) for operation in MOVED),
         Target("all_reduce", (25 * MIB,), (SHM,), 1.3),
     ),
     "crowded": (
@@ -129,17 +129,17 @@ def is_slower(cell: Cell, ours: str, other: str) -> bool:
     return ratio > max(1.05, spread)
 
 
-def verdicts(part: str, cells: Sequence[Cell]) -> list[str]:
+def outcomes(part: str, cells: Sequence[Cell]) -> list[str]:
     """One line for each target and size: what was reached, and whether that is enough."""
-    found = {(cell.verb, cell.num_bytes, cell.dtype): cell for cell in cells}
+    found = {(cell.operation, cell.num_bytes, cell.dtype): cell for cell in cells}
     lines = []
     for target in TARGETS.get(part, ()):
         ours = SHARED if target.others == (SHM,) else SHM
         for size in target.sizes:
-            cell = found.get((target.verb, size, "float32"))
+            cell = found.get((target.operation, size, "float32"))
             if cell is None:
                 continue
-            what = f"{target.verb} {size_text(size)}"
+            what = f"{target.operation} {size_text(size)}"
             ratios = {other: ratio for other in target.others if (ratio := cell.ratio(other, ours))}
             mine = cell.median(ours)
             if not ratios or mine is None:
@@ -184,7 +184,9 @@ def entrants_of(part: str) -> list[Entrant]:
     return sides
 
 
-def run(name: str, verbs: Sequence[str], rounds: int, sizes: Sequence[int], folder: Path) -> None:
+def run(
+    name: str, operations: Sequence[str], rounds: int, sizes: Sequence[int], folder: Path
+) -> None:
     """Measure one part, print its cells, and write its report."""
     part, entrants = PARTS[name], entrants_of(name)
     labels = [entrant.label for entrant in entrants]
@@ -196,18 +198,18 @@ def run(name: str, verbs: Sequence[str], rounds: int, sizes: Sequence[int], fold
         print("  ".join(f"{text:>14}" for text in row), "slower" * slow, flush=True)
 
     with running(entrants, part.num_ranks) as ranks:
-        cells = measure(ranks, verbs, sizes or part.sizes, rounds, show)
-        for verb, num_bytes, dtype in part.also if not sizes else ():
-            if verb in verbs:
-                cells += measure(ranks, [verb], [num_bytes], rounds, show, dtype)
+        cells = measure(ranks, operations, sizes or part.sizes, rounds, show)
+        for operation, num_bytes, dtype in part.also if not sizes else ():
+            if operation in operations:
+                cells += measure(ranks, [operation], [num_bytes], rounds, show, dtype)
     report = to_json(cells, part.num_ranks, rounds, __doc__)
     report["mpich"] = PACKAGES
     if name == "gloo":
-        slower = [f"{c.verb} {size_text(c.num_bytes)}" for c in cells if is_slower(c, *labels)]
+        slower = [f"{c.operation} {size_text(c.num_bytes)}" for c in cells if is_slower(c, *labels)]
         print("slower than torch beyond 5 % and the run's spread:", ", ".join(slower) or "none")
         report["slower"] = slower
     else:
-        report["targets"] = verdicts(name, cells)
+        report["targets"] = outcomes(name, cells)
         print(*report["targets"], sep="\n")
     write(folder / f"{part.name}.json", report)
     plot(folder / f"{part.name}.svg", cells, labels)
@@ -217,20 +219,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--verbs", default=",".join(VERBS))
+    parser.add_argument("--operations", default=",".join(OPERATIONS))
     parser.add_argument("--sizes", default="", help="bytes, a comma list")
     parser.add_argument("--output", type=Path, default=REPORTS, help="the folder of the reports")
     arguments = parser.parse_args()
-    is_whole = arguments.verbs == parser.get_default("verbs") and not arguments.sizes
+    is_whole = arguments.operations == parser.get_default("operations") and not arguments.sizes
     if not is_whole and arguments.output == REPORTS:
         parser.error(
-            "some of the verbs or sizes would replace the whole reports: add --output FOLDER"
+            "some of the collectives or sizes would replace the whole reports: add --output FOLDER"
         )
     if find_spec("matplotlib") is None:
         parser.error("the reports' pictures need matplotlib: pip install matplotlib")
     sizes = [int(size) for size in arguments.sizes.split(",") if size]
     for name in arguments.parts or PARTS:
-        run(name, arguments.verbs.split(","), arguments.rounds, sizes, arguments.output)
+        run(name, arguments.operations.split(","), arguments.rounds, sizes, arguments.output)
 
 
 if __name__ == "__main__":

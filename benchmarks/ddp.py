@@ -79,13 +79,13 @@ def make_sides() -> dict[str, Wrap]:
     """What makes a side of a module, for every side of ``SIDES``; collective."""
     names = ("dp", "one")
     over = {
-        wire: md.init_device_mesh(
+        backend: md.init_device_mesh(
             "cpu",
             (NUM_RANKS, 1),
             mesh_dim_names=names,
-            axis_options={name: md.AxisOptions(backend=wire) for name in names},
+            axis_options={name: md.AxisOptions(backend=backend) for name in names},
         )
-        for wire in ("gloo", "shm")
+        for backend in ("gloo", "shm")
     }
     gloo, shm, one = over["gloo"]["dp"], over["shm"]["dp"], over["shm"]["one"]
     makers: tuple[Wrap, ...] = (

@@ -1,17 +1,17 @@
-"""Through how many frames of Python a call of each verb goes, on each wire.
+"""Through how many frames of Python a call of each collective goes, on each backend.
 
-    python benchmarks/frames.py [REPORT.json] [--wires shm,gloo,nccl] [--list "broadcast"]
+    python benchmarks/frames.py [REPORT.json] [--backends shm,gloo,nccl] [--list "broadcast"]
 
-Two ranks make the calls of ``_verbs`` and ``_mesh_calls`` several times; a call's number is that of
-the rank with most, each rank's is the least of its calls. Functions of the package and of torch's
-Python count, lambdas and steps of generators too; so does the verb itself, and not the benchmark's
-own lambda. "In Python" is the same call where the group's native fast path is not taken. ``--list``
-names a call, whose functions rank 0 prints in the order in which they were entered. NCCL's class is
-the tests' stand-in, which takes CPU tensors and moves no data; its own functions, which are C++ in
-torch, do not count.
+Two ranks make the calls of ``_operations`` and ``_mesh_calls`` several times; a call's number is
+that of the rank with most, each rank's is the least of its calls. Functions of the package and of
+torch's Python count, lambdas and steps of generators too; so does the collective itself, and not
+the benchmark's own lambda. "In Python" is the same call where the group's native fast path is not
+taken. ``--list`` names a call, whose functions rank 0 prints in the order in which they were
+entered. NCCL's class is the tests' stand-in, which takes CPU tensors and moves no data; its own
+functions, which are C++ in torch, do not count.
 
 The last rows are of DDP: all frames of a step of four small layers, and how many frames lie one in
-the other where the first bucket goes, from a gradient's hook to the last one before the wire. A
+the other where the first bucket goes, from a gradient's hook to the last one before the backend. A
 frame of torch's Python is none of the package's, and no part of these.
 """
 
@@ -32,16 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._mesh_calls import MESH_CALLS, calls_on_mesh
 from benchmarks._mpi import environment, job_command
+from benchmarks._operations import BLOCKING, IN_FLIGHT, calls_of_operations
 from benchmarks._report import parser_of, some_of, start_ranks, write_report
-from benchmarks._verbs import BLOCKING, IN_FLIGHT, calls_of_verbs
-from tests.wires.c10d import nccl_stand_in
+from tests.backends.c10d import nccl_stand_in
 
-WIRES = ("simulated", "shm", "gloo", "nccl", "mpi")
+BACKENDS = ("simulated", "shm", "gloo", "nccl", "mpi")
 WARM_UP, CALLS = 5, 30
 SAMPLED = 12  # a wrapper takes the times of its first steps
-STEP, NESTED = "a step of DDP", "a bucket, from hook to wire"
+STEP, NESTED = "a step of DDP", "a bucket, from hook to backend"
 PACKAGE = str(Path(__file__).resolve().parents[1] / "meshdist")
-OWN_FILES = {of.__code__.co_filename for of in (calls_of_verbs, calls_on_mesh)} | {__file__}
+OWN_FILES = {of.__code__.co_filename for of in (calls_of_operations, calls_on_mesh)} | {__file__}
 STAND_IN = nccl_stand_in.__file__
 
 Counts = dict[str, int]
@@ -83,7 +83,7 @@ def count_frames(listed: str = "", of: Any = None) -> Counts:
     import meshdist as md
 
     group: Any = of or md.group.WORLD
-    calls = calls_of_verbs(group=group)
+    calls = calls_of_operations(group=group)
     counts = {}
     for name, call in calls.items():
         frames = least_frames_of(call)
@@ -156,56 +156,59 @@ def most_of(ranks: list[Counts]) -> Counts:
     return {name: max(counts[name] for counts in ranks) for name in ranks[0]}
 
 
-def take_part(rank: int, folder: str, wire: str, listed: str, counts_folder: str) -> None:
+def take_part(rank: int, folder: str, backend: str, listed: str, counts_folder: str) -> None:
     """One rank in a process of its own: count, and leave the counts in ``counts_folder``."""
     import meshdist as md
 
     with ExitStack() as stack:
-        if wire == "mpi":
-            md.init_process_group(wire)
+        if backend == "mpi":
+            md.init_process_group(backend)
         else:
             store = md.FileStore(f"{folder}/store", 2)
-            backend = wire
-            if wire == "nccl":
+            spec = backend
+            if backend == "nccl":
                 stack.enter_context(nccl_stand_in.standing_in())
-                backend = "cpu:nccl"
-            md.init_process_group(backend, store=store, rank=rank, world_size=2)
+                spec = "cpu:nccl"
+            md.init_process_group(spec, store=store, rank=rank, world_size=2)
         more = {}
-        if wire != "nccl":  # whose stand-in moves no data
+        if backend != "nccl":  # whose stand-in moves no data
             more = {**count_frames_on_mesh(listed), **count_frames_of_ddp()}
         counts = {**more, **count_frames(listed)}
         Path(counts_folder, f"{md.get_rank()}.json").write_text(json.dumps(counts))
         md.destroy_process_group()
 
 
-def measure(wire: str, listed: str) -> Counts:
-    """The counts over a wire, of the rank with most."""
+def measure(backend: str, listed: str) -> Counts:
+    """The counts over a backend, of the rank with most."""
     import meshdist as md
 
-    if wire == "simulated":
+    if backend == "simulated":
         return most_of(md.simulate(count_here, 2, args=(listed,)))
     with tempfile.TemporaryDirectory() as folder:
-        if wire == "mpi":
+        if backend == "mpi":
             command = [*job_command(2), __file__, "--take-part", folder, "--list", listed]
             subprocess.run(command, env=environment(), check=True)
         else:
-            start_ranks(take_part, 2, wire, listed, folder)
+            start_ranks(take_part, 2, backend, listed, folder)
         return most_of([json.loads(path.read_text()) for path in Path(folder).glob("*.json")])
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--wires", type=some_of(WIRES), default=list(WIRES))
+    parser.add_argument("--backends", type=some_of(BACKENDS), default=list(BACKENDS))
     parser.add_argument("--list", default="", help="a call of which all frames are printed")
     parser.add_argument("--take-part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.take_part:
         take_part(-1, "", "mpi", options.list, options.take_part)
         return
-    found = {wire: measure(wire, options.list) for wire in options.wires}
+    found = {backend: measure(backend, options.list) for backend in options.backends}
     names = [*BLOCKING, *(f"{name}, in Python" for name in BLOCKING), *IN_FLIGHT, *MESH_CALLS]
     names += [STEP, NESTED]
-    rows = [{"call": name, **{wire: found[wire].get(name, "") for wire in found}} for name in names]
+    rows = [
+        {"call": name, **{backend: found[backend].get(name, "") for backend in found}}
+        for name in names
+    ]
     write_report("frames", rows, (__doc__ or "").split("\n\n")[2], options.report)
 
 

@@ -44,10 +44,10 @@ from benchmarks._ddp_profile import show_profile
 from benchmarks._report import interleaved, parser_of, start_ranks, write_report
 from benchmarks._step_times import sample_of
 from benchmarks.transformer_block import (
+    BACKENDS,
     DP,
     MODES,
     TP,
-    WIRES,
     TorchBlock,
     comparisons,
     open_meshes,
@@ -55,7 +55,7 @@ from benchmarks.transformer_block import (
 )
 
 NUM_BLOCKS, WIDTH, ROWS, PLACES = 6, 384, 4, 64
-OVER_TORCH = {"shm": 0.3, "gloo": 0.7}  # of torch's exposed time over the same wire
+OVER_TORCH = {"shm": 0.3, "gloo": 0.7}  # of torch's exposed time over the same backend
 PLANS = {
     "tensor": {
         "*.attention.[qkv]": "column",
@@ -165,9 +165,9 @@ def make_sides(meshes: Mapping[str, Any]) -> dict[str, Callable[[], None]]:
         text = "b@dp s d" if mode == "tensor" else "b@dp s@tp d"
         x, g = (md.shard(whole, text, mesh).detach() for whole in (batch, gradient))
         made: dict[str, nn.Module] = {f"local, {mode}": local_model(mode)}
-        for wire in WIRES:
-            made[f"md, {mode}, {wire}"] = our_model(meshes["md", wire], mode)
-            made[f"torch, {mode}, {wire}"] = torchs_model(meshes["torch", wire], mode)
+        for backend in BACKENDS:
+            made[f"md, {mode}, {backend}"] = our_model(meshes["md", backend], mode)
+            made[f"torch, {mode}, {backend}"] = torchs_model(meshes["torch", backend], mode)
         first: dict[str, torch.Tensor] = {}
         for side, model in made.items():
             named = {n.removeprefix("module."): p for n, p in model.named_parameters()}

@@ -2,7 +2,7 @@
 
     python benchmarks/overheads.py [REPORT.json]
 
-One process; the all_reduce is of one element over one member, so that the wire's own work is as
+One process; the all_reduce is of one element over one member, so that the backend's own work is as
 small as it can be. Both sides are timed in turn.
 """
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
 from benchmarks._report import interleaved, parser_of, write_report
-from meshdist.wires.operations import DONE, Operation
+from meshdist.backends.requests import DONE, Request
 
 ROUNDS = 15
 OWN = {"dp": md.AxisOptions(private=True)}
@@ -37,7 +37,7 @@ class Nothing:
 
     on_stream = False
 
-    def start(self, *_: Any) -> Operation:
+    def start(self, *_: Any) -> Request:
         """Start nothing."""
         return DONE
 
@@ -59,9 +59,9 @@ def call_rows() -> list[dict[str, Any]]:
     axis = mesh["dp"]
     idle = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), axis_options=OWN)
     mesh_of_nothing = idle["dp"]
-    idle.get_group("dp").open_channel("cpu").communicator = Nothing()
+    idle.get_group("dp").open_device_group("cpu").communicator = Nothing()
     group = axis.get_group()
-    bare = group.open_channel("cpu").communicator.torch_group
+    bare = group.open_device_group("cpu").communicator.torch_group
     options = AllreduceOptions()
     x = torch.ones(1)
     sides: dict[str, Callable[[], Any]] = {

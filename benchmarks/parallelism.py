@@ -10,7 +10,7 @@ does while the others wait in the kernel.
 * attention: causal, 4,096 places, 8 heads of 64, float32; the ring and the heads are those of
   ``examples/long_context.py``. "gathered" gathers keys and values, and masks what is later.
 * experts: 2,048 tokens of 512 on each rank, 2 of 8 experts each. "by ragged_all_to_all" is the same
-  written with that verb. The layer has experts of 512 x 1,024 x 512 by ``grouped_mm``, and is
+  written with that collective. The layer has experts of 512 x 1,024 x 512 by ``grouped_mm``, and is
   compared with these products alone, on the rows that came.
 * 1F1B: torch's, on two ranks a stage of two linear layers each, 8 microbatches of 16 rows;
   five steps a sample.
@@ -141,7 +141,8 @@ def combine_by_ragged(rows: Any, route: Any, weights: Any, mesh: md.DeviceMesh) 
 
 
 def expert_sides(meshes: dict[str, md.DeviceMesh]) -> dict[str, Step]:
-    """Dispatch and combine over each wire, written both ways; the layer, and its products alone."""
+    """Dispatch and combine over each backend, written both ways; the layer, and its products
+    alone."""
     torch.manual_seed(md.get_rank())
     tokens = torch.randn(TOKENS, WIDTH, requires_grad=True)
     experts = torch.randn(TOKENS, NUM_EXPERTS).topk(NUM_CHOSEN).indices
@@ -177,9 +178,9 @@ def expert_sides(meshes: dict[str, md.DeviceMesh]) -> dict[str, Step]:
     arrived, counts = rows.detach().requires_grad_(), route.counts
     of_arrived = torch.randn(arrived.shape)
     sides: dict[str, Step] = {}
-    for wire, mesh in meshes.items():
-        sides[f"experts, {wire}"] = partial(ours, mesh)
-        sides[f"by ragged_all_to_all, {wire}"] = partial(by_ragged, mesh)
+    for backend, mesh in meshes.items():
+        sides[f"experts, {backend}"] = partial(ours, mesh)
+        sides[f"by ragged_all_to_all, {backend}"] = partial(by_ragged, mesh)
     return {
         **sides,
         "layer, shm": partial(layer, meshes["shm"]),
@@ -188,14 +189,14 @@ def expert_sides(meshes: dict[str, md.DeviceMesh]) -> dict[str, Step]:
 
 
 def pipeline_sides(groups: dict[str, dist.ProcessGroup]) -> dict[str, Step]:
-    """torch's 1F1B over each wire, for stages of two widths."""
+    """torch's 1F1B over each backend, for stages of two widths."""
     rank = md.get_rank()
     if rank >= NUM_STAGES:
-        return {f"1F1B {width}, {wire}": lambda: None for width in WIDTHS for wire in groups}
+        return {f"1F1B {width}, {backend}": lambda: None for width in WIDTHS for backend in groups}
     sides: dict[str, Step] = {}
     for width in WIDTHS:
         batch = torch.randn(MICROBATCHES * ROWS, width)
-        for wire, group in groups.items():
+        for backend, group in groups.items():
             torch.manual_seed(rank)
             module = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
             stage = PipelineStage(module, rank, NUM_STAGES, torch.device("cpu"), group=group)
@@ -213,7 +214,7 @@ def pipeline_sides(groups: dict[str, dist.ProcessGroup]) -> dict[str, Step]:
                     else:
                         schedule.step(target=batch, losses=[])
 
-            sides[f"1F1B {width}, {wire}"] = step
+            sides[f"1F1B {width}, {backend}"] = step
     return sides
 
 
@@ -236,15 +237,15 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/world", world_size=NUM_RANKS, rank=rank)
     stages = list(range(NUM_STAGES))
-    groups = {wire: dist.new_group(stages, backend=wire) for wire in ("shm", "gloo")}
+    groups = {backend: dist.new_group(stages, backend=backend) for backend in ("shm", "gloo")}
     meshes = {
-        wire: md.init_device_mesh(
+        backend: md.init_device_mesh(
             "cpu",
             (NUM_RANKS,),
             mesh_dim_names=("a",),
-            axis_options={"a": md.AxisOptions(backend=wire)},
+            axis_options={"a": md.AxisOptions(backend=backend)},
         )
-        for wire in ("shm", "gloo")
+        for backend in ("shm", "gloo")
     }
     steps = {
         **attention_sides(meshes["shm"]),

@@ -10,8 +10,8 @@ calls, each of which does what stands before it, too:
     the tensor                it is given no reduction, and declines
     note, header, autograd    the call is done, in a group of this rank alone
     the other rank            the call is done by two ranks: publish, wait, reduce
-    the verb, of a group      the public verb, with a group
-    the world                 the public verb, with none
+    the collective, of a group      the public collective, with a group
+    the world                 the public collective, with none
 
 ``knows torch`` says whether the core reads torch's tensors where they lie; without that (the
 variable MESHDIST_TORCH_LAYOUT=0) it asks Python, and the tensor and autograd take longer.
@@ -50,7 +50,7 @@ def measure(rank: int, folder: str, rounds: int, num_bytes: int, path: str) -> N
     import torch
 
     import meshdist as md
-    from meshdist.wires.core import core
+    from meshdist.backends.native_core import core
 
     torch.set_num_threads(1)
     md.init_process_group("shm", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -65,7 +65,7 @@ def measure(rank: int, folder: str, rounds: int, num_bytes: int, path: str) -> N
         "the tensor": lambda: one.all_reduce(x, nothing),
         "note, header, autograd": lambda: one.all_reduce(x, op),
         "the other rank": lambda: both.all_reduce(x, op),
-        "the verb, of a group": lambda: md.all_reduce(x, op, world),
+        "the collective, of a group": lambda: md.all_reduce(x, op, world),
         "the world": lambda: md.all_reduce(x),
     }
     samples = interleaved(

@@ -104,15 +104,15 @@ def compared(
 
 
 def our_meshes(sizes: tuple[int, ...]) -> dict[str, md.DeviceMesh]:
-    """A mesh over each wire; collective."""
+    """A mesh over each backend; collective."""
     return {
-        wire: md.init_device_mesh(
+        ours: md.init_device_mesh(
             "cpu",
             sizes,
             mesh_dim_names=AXES,
-            axis_options={axis: md.AxisOptions(backend=wire) for axis in AXES},
+            axis_options={axis: md.AxisOptions(backend=ours) for axis in AXES},
         )
-        for wire in ("gloo", "shm")
+        for ours in ("gloo", "shm")
     }
 
 
@@ -120,7 +120,7 @@ def received_by_dtensor(call: Call) -> tuple[float, str]:
     """The bytes that this rank receives, and its collectives."""
     with dtensor.ReceivedBytes() as counted:
         call()
-    return counted.num_bytes, ", ".join(counted.verbs)
+    return counted.num_bytes, ", ".join(counted.operations)
 
 
 def over_ranks(value: float) -> tuple[float, float]:
@@ -144,8 +144,8 @@ def measure_transition(
     assert coordinate is not None
     before, after = sides_of(transition)
     whole = torch.arange(edge * edge, dtype=torch.int32).remainder_(1021).float().view(edge, edge)
-    x = transitions.summand_of(whole, before, sizes, coordinate)
-    count = transitions.num_summands(before, sizes)
+    x = transitions.partial_sum_of(whole, before, sizes, coordinate)
+    count = transitions.num_partial_sums(before, sizes)
     expected = transitions.shard_of(whole, after, sizes, coordinate) * count
     all_bytes, num_ranks = whole.nbytes, math.prod(sizes)
     fewest = transitions.bound(transition, sizes) / num_ranks
@@ -156,11 +156,11 @@ def measure_transition(
     }
     received = {side: received_by_dtensor(call) for side, call in calls.items()}
     pattern = pattern_of(transition)
-    for wire, mesh in ours.items():
+    for name, mesh in ours.items():
         plan = md.plan(pattern, mesh=mesh, shape=(edge, edge))
-        verbs = ", ".join(step.name for step in plan.steps)
-        received[f"meshdist/{wire}"] = plan.bytes_received(x.itemsize), verbs
-        calls[f"meshdist/{wire}"] = partial(md.reshard, x, pattern, mesh)
+        operations = ", ".join(step.name for step in plan.steps)
+        received[f"meshdist/{name}"] = plan.bytes_received(x.itemsize), operations
+        calls[f"meshdist/{name}"] = partial(md.reshard, x, pattern, mesh)
     for side, call in calls.items():
         if not torch.equal(call(), expected):
             raise AssertionError(f"{transition} by {side} is wrong on rank {md.get_rank()}")
@@ -171,7 +171,7 @@ def measure_transition(
     name = f"{transition} {'x'.join(map(str, sizes))}"
     rows = []
     shares = {}
-    for side, (num_bytes, verbs) in received.items():
+    for side, (num_bytes, operations) in received.items():
         mean, worst = over_ranks(num_bytes / all_bytes)
         shares[side] = mean
         rows.append(
@@ -183,7 +183,7 @@ def measure_transition(
                 "worst": worst,
                 "bound": fewest,
                 "/ bound": mean / fewest,
-                "verbs": verbs,
+                "operations": operations,
             }
         )
     return rows, transition_targets(name, transition, wall_times(samples), shares, fewest)
@@ -284,19 +284,19 @@ def measure_pair(rank: int, folder: str, options: argparse.Namespace, found: Pat
     targets: Rows = []
     size = 16 * MIB // (QUICK_SCALE if options.quick else 1)
     gc.freeze()
-    for wire, mesh in our_meshes((2, 2)).items():
+    for ours, mesh in our_meshes((2, 2)).items():
         calls = pair_calls(mesh, size // 4)
         for name, call in calls.items():
             if rank in (1, 2) and not (call() == 3 - rank).all():
-                raise AssertionError(f"{name} over {wire} is wrong on rank {rank}")
+                raise AssertionError(f"{name} over {ours} is wrong on rank {rank}")
             if rank in (0, 3):
                 call()
         sides = {side: partial(sample_of, call, 1) for side, call in calls.items()}
         samples = interleaved(sides, 2 * options.rounds)
-        what = f"a lone pair of four over {wire}, {size / MIB:g} MiB"
+        what = f"a lone pair of four over {ours}, {size / MIB:g} MiB"
         rows += [{"what": what, "side": side, **columns(taken)} for side, taken in samples.items()]
         times = wall_times(samples)
-        if wire == "shm":
+        if ours == "shm":
             targets += [
                 compared(f"{what}: {one} / {other}", times[one], times[other], OF_MESSAGES)
                 for one, other in PAIR_TARGETS
@@ -306,7 +306,7 @@ def measure_pair(rank: int, folder: str, options: argparse.Namespace, found: Pat
 
 # -- calls ----------------------------------------------------------------------------------------
 
-VERBS = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
+OPERATIONS = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 
 
 def measure_calls(rank: int, folder: str, options: argparse.Namespace, found: Path) -> None:
@@ -316,13 +316,13 @@ def measure_calls(rank: int, folder: str, options: argparse.Namespace, found: Pa
     torchs = dtensor.make_meshes((2, 2))["DTensor"]
     rows: Rows = []
     targets: Rows = []
-    free = dict.fromkeys(VERBS, lambda *arguments: None)
+    free = dict.fromkeys(OPERATIONS, lambda *arguments: None)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     count = 2000 // (20 if options.quick else 1)
     for transition in options.transitions:
         pattern, before = pattern_of(transition), sides_of(transition)[0]
-        x = transitions.summand_of(torch.zeros(8, 8), before, mesh.shape, coordinate)
+        x = transitions.partial_sum_of(torch.zeros(8, 8), before, mesh.shape, coordinate)
         ours = partial(md.reshard, x, pattern, mesh)
         ours()
         if rank == 0:
@@ -353,8 +353,8 @@ def start_both(rank: int, num_ranks: int, folder: str, backend: str) -> None:
     """Make our world and torch's, by torch's ``backend``."""
     torch.set_num_threads(1)
     torch._logging.set_logs(all=logging.ERROR)  # DTensor warns of what is to be measured
-    wire = "gloo" if backend == "fake" else "shm"  # a rank that waits over Gloo takes no core
-    md.init_process_group(wire, f"file://{folder}/ours", world_size=num_ranks, rank=rank)
+    ours = "gloo" if backend == "fake" else "shm"  # a rank that waits over Gloo takes no core
+    md.init_process_group(ours, f"file://{folder}/ours", world_size=num_ranks, rank=rank)
     meeting: dict[str, Any] = {"init_method": f"file://{folder}/theirs"}
     if backend == "fake":
         meeting = {"store": FakeStore()}

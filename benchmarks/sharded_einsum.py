@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import meshdist as md
 from benchmarks._report import interleaved, parser_of, some_of, write_report
 from benchmarks._step_times import quotient, thread_us, verdict
-from meshdist.sharding import changes, einsum_layouts, plans, routes
+from meshdist.sharding import einsum_layouts, placement_diff, plans, routes
 
 PARTS = ("calls", "planning")
 CALLS = 200
@@ -108,8 +108,8 @@ def forget_plans() -> None:
     plans.make_plan.cache_clear()
     routes.find_route.cache_clear()
     routes.num_received_by_all.cache_clear()
-    changes.change_between.cache_clear()
-    changes.overlap_table.cache_clear()
+    placement_diff.change_between.cache_clear()
+    placement_diff.overlap_table.cache_clear()
 
 
 def measure_planning(rounds: int) -> tuple[Rows, Rows]:

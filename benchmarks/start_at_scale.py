@@ -3,10 +3,11 @@
     python benchmarks/start_at_scale.py [REPORT.json] [--sizes 64,256,1024,4096]
 
 One process holds all stand-ins, each a thread with a world of its own, eight to a host; the store's
-server is a process of its own. They join, agree and open as ranks do, on a wire that opens nothing,
-and without their signal threads. Counted are the requests to the store, with keys and bytes, by
-rank, and the time that the server computes; once with all in time, once with a rank that comes late
-to the mesh. What is said of larger worlds is extrapolated by the formula that fits, and marked so.
+server is a process of its own. They join, agree and open as ranks do, on a backend that opens
+nothing, and without their signal threads. Counted are the requests to the store, with keys and
+bytes, by rank, and the time that the server computes; once with all in time, once with a rank that
+comes late to the mesh. What is said of larger worlds is extrapolated by the formula that fits, and
+marked so.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
 from benchmarks._report import parser_of, write_report
-from meshdist.bootstrap import bounded_store
-from meshdist.bootstrap.bounded_store import BoundedStore
-from meshdist.bootstrap.generations import Attempt
+from meshdist.backends import registry as backend_registry
+from meshdist.backends.communicator import Communicator
+from meshdist.backends.registry import BackendType, Needs, Opening, register_backend
+from meshdist.bootstrap import timeout_store
+from meshdist.bootstrap.rendezvous_rounds import RendezvousRound
+from meshdist.bootstrap.timeout_store import TimeoutStore
 from meshdist.bootstrap.world import World, world_here
 from meshdist.groups import communicators, host_comparison
 from meshdist.groups.process_group import world_group
 from meshdist.mesh.definition import AxisOptions
-from meshdist.wires import registry as wire_registry
-from meshdist.wires.communicator import Communicator
-from meshdist.wires.registry import Needs, Opening, Wire, register_wire
 
 SIZES = [64, 256, 1024, 4096]
 EXTRAPOLATED = 16384
@@ -77,8 +78,8 @@ class NoCommunicator(Communicator):
         """Nothing is open."""
 
 
-class NoWire(Wire):
-    """A wire that opens nothing."""
+class NoBackend(BackendType):
+    """A backend that opens nothing."""
 
     name = "stand-in"
     device_types = frozenset({"cpu"})
@@ -125,7 +126,7 @@ for _name in ("set", "get", "add", "append", "check", "compare_set", "multi_get"
     setattr(CountedStore, _name, _counted(_name))
 
 
-class StandInStore(BoundedStore):
+class StandInStore(TimeoutStore):
     """A stand-in's handle, which counts waits among its requests."""
 
     def _await_alarm(self, key: str, slice_s: Callable[[], float]) -> bool | None:
@@ -142,7 +143,7 @@ class StandInStore(BoundedStore):
         return False
 
 
-class NoSignals:
+class NoControlThread:
     """In place of a rank's signal thread."""
 
     def __init__(self, *_: Any) -> None:
@@ -216,7 +217,7 @@ def run(
         is_private: for each mesh whether it shares no communicators with others.
         serve: gives the store.
     """
-    register_wire(NoWire())
+    register_backend(NoBackend())
     phases: list[Phase] = []
     failures: list[BaseException] = []
     names = ["the world", *(f"mesh {number + 1}" for number in range(len(is_private)))]
@@ -238,9 +239,11 @@ def run(
 
     def stand_in(rank: int) -> None:
         handle = StandInStore(stores[rank], LONG, is_served_here=True)  # asks without a thread
-        attempt = Attempt(handle, rank, size, LONG, "stand-ins", ("stand-in",), rank % PER_HOST)
+        attempt = RendezvousRound(
+            handle, rank, size, LONG, "stand-ins", ("stand-in",), rank % PER_HOST
+        )
         host = f"host {rank // PER_HOST}"
-        attempt.card = dataclasses.replace(attempt.card, host=host, hostname=host)
+        attempt.process_info = dataclasses.replace(attempt.process_info, host=host, hostname=host)
         stores[rank].set("warm", "")
         handle.wait(["warm"])  # its connection is there
         meeting.wait()
@@ -286,10 +289,10 @@ def run(
 
     patches = (
         # One process wakes for all of them: a thousand times a second at most.
-        mock.patch.object(bounded_store, "POLL_S", max(1.0, size / 1000)),
-        mock.patch.object(communicators, "SignalThread", NoSignals),
+        mock.patch.object(timeout_store, "POLL_S", max(1.0, size / 1000)),
+        mock.patch.object(communicators, "ControlThread", NoControlThread),
         # Which counts the files of the process that they share.
-        mock.patch.object(wire_registry, "make_descriptor_room", return_value=""),
+        mock.patch.object(backend_registry, "make_descriptor_room", return_value=""),
         mock.patch.object(host_comparison, "make_shared_words", return_value=None),
     )
     with serve() as (connect, cpu_s), ExitStack() as stack:

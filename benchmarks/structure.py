@@ -3,7 +3,8 @@
     python benchmarks/structure.py [COMMIT ...]
 
 Without commits: of the files as they lie here. Counted are statements without docstrings, imports
-between files, files whose code names six or more verbs, places of ``except WireFailure``, and
+between files, files whose code names six or more collectives, places of ``except BackendFailure``,
+and
 functions with more than seven parameters: those whose parameters torch or JAX prescribes
 (``PRESCRIBED``) aside, they are ours to choose, and ``--list`` names them.
 """
@@ -22,22 +23,26 @@ from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from meshdist.verb_table import VERBS, WIRE_VERBS
+from meshdist.operation_table import BACKEND_OPERATIONS, OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "meshdist"
-NAMES = {name for name in {*VERBS, *WIRE_VERBS} if name not in ("send", "recv", "isend", "irecv")}
-MOST_VERBS = 5
+NAMES = {
+    name
+    for name in {*OPERATIONS, *BACKEND_OPERATIONS}
+    if name not in ("send", "recv", "isend", "irecv")
+}
+MOST_OPERATIONS = 5
 MOST_PARAMETERS = 7
 PRESCRIBED = {
-    "meshdist/lax/moving.py ragged_all_to_all": "jax.lax.ragged_all_to_all",
+    "meshdist/lax/data_movement.py ragged_all_to_all": "jax.lax.ragged_all_to_all",
     "meshdist/ddp/data_parallel.py __init__": "torch.nn.parallel.DistributedDataParallel",
     "meshdist/ddp/sync_batch_norm.py __init__": "torch.nn.SyncBatchNorm",
     "meshdist/groups/group_calls.py new_group": "torch.distributed.new_group",
     "meshdist/worlds/initialization.py init_process_group": "torch.distributed.init_process_group",
 }
 """The functions that have the parameters of another library's."""
-FAILURE = re.compile(r"except [^\n]*\bWireFailure\b")
+FAILURE = re.compile(r"except [^\n]*\bBackendFailure\b")
 Sources = Mapping[PurePosixPath, str]
 
 
@@ -92,8 +97,8 @@ def imported(
     return {one for one in found if one not in (None, file)}
 
 
-def num_verbs(text: str, nodes: list[ast.AST]) -> int:
-    """How many verbs the code names, docstrings and comments aside."""
+def num_operations(text: str, nodes: list[ast.AST]) -> int:
+    """How many collectives the code names, docstrings and comments aside."""
     lines = text.split("\n")
     for node in nodes:
         if (docstring := docstring_of(node)) is not None:
@@ -127,10 +132,11 @@ def count(sources: Sources) -> tuple[dict[str, int], list[str]]:
         "imports between files": sum(
             len(imported(file, nodes, modules)) for file, nodes in all_nodes.items()
         ),
-        "files that name six verbs": sum(
-            num_verbs(sources[file], nodes) > MOST_VERBS for file, nodes in all_nodes.items()
+        "files that name six collectives": sum(
+            num_operations(sources[file], nodes) > MOST_OPERATIONS
+            for file, nodes in all_nodes.items()
         ),
-        "except WireFailure": sum(len(FAILURE.findall(text)) for text in sources.values()),
+        "except BackendFailure": sum(len(FAILURE.findall(text)) for text in sources.values()),
         "functions of more than seven parameters, ours to choose": len(many),
     }
     return numbers, many

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import meshdist as md
 from benchmarks._models import MODELS, step_of
 from benchmarks._report import ms_per_step, parser_of, write_report
-from meshdist.cli.checkup import find_huge_pages
+from meshdist.cli.diagnostics import find_huge_pages
 
 NUM_RANKS = 2
 MIB = 1 << 20

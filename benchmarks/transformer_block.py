@@ -55,8 +55,8 @@ from benchmarks._step_times import Sample, sample_of, verdict
 
 DP = TP = 2
 HEADS = 8
-MODES, WIRES = ("tensor", "sequence"), ("shm", "gloo")
-MOST = {"shm": 0.3, "gloo": 0.8}  # of torch's exposed time over the same wire
+MODES, BACKENDS = ("tensor", "sequence"), ("shm", "gloo")
+MOST = {"shm": 0.3, "gloo": 0.8}  # of torch's exposed time over the same backend
 NAMES = ("q", "k", "v", "out", "up", "down")
 
 
@@ -238,9 +238,9 @@ def make_sides(size: Size, meshes: Mapping[str, Any]) -> dict[str, Callable[[], 
         text = "b@dp s d" if mode == "tensor" else "b@dp s@tp d"
         x, g = (md.shard(whole, text, mesh).detach() for whole in (batch, gradient))
         made: dict[str, Made] = {f"local, {mode}": local_block(shards, mode)}
-        for wire in WIRES:
-            made[f"md, {mode}, {wire}"] = our_block(shards, meshes["md", wire], mode)
-            made[f"torch, {mode}, {wire}"] = torchs_block(wholes, meshes["torch", wire], mode)
+        for backend in BACKENDS:
+            made[f"md, {mode}, {backend}"] = our_block(shards, meshes["md", backend], mode)
+            made[f"torch, {mode}, {backend}"] = torchs_block(wholes, meshes["torch", backend], mode)
         first: list[torch.Tensor] = []
         for side, (model, weights) in made.items():
             given = x.clone().requires_grad_()
@@ -293,11 +293,12 @@ def comparisons(
     """Our exposed time over torch's; infinite in a round where torch's is not above zero."""
     rows = []
     for mode in MODES:
-        for wire in WIRES:
+        for backend in BACKENDS:
             found = []
             for clock in ("cpu", "wall"):
                 ours, theirs = (
-                    exposed(samples, f"{whose}, {mode}, {wire}", clock) for whose in ("md", "torch")
+                    exposed(samples, f"{whose}, {mode}, {backend}", clock)
+                    for whose in ("md", "torch")
                 )
                 of_rounds = zip(ours, theirs, strict=True)
                 quotients = [a / b if b > 0 else math.inf for a, b in of_rounds]
@@ -305,29 +306,29 @@ def comparisons(
             rows.append(
                 {
                     "width": size,
-                    "what": f"exposed: md / torch, {mode}, {wire}",
+                    "what": f"exposed: md / torch, {mode}, {backend}",
                     "CPU": found[0],
                     "wall": found[1],
-                    "verdict": verdict(most[wire], found),
+                    "verdict": verdict(most[backend], found),
                 }
             )
     return rows
 
 
 def open_meshes() -> dict[tuple[str, str], Any]:
-    """Our mesh and torch's over each wire; collective."""
+    """Our mesh and torch's over each backend; collective."""
     names = ("dp", "tp")
     meshes: dict[tuple[str, str], Any] = {}
-    for wire in WIRES:
-        over = {name: md.AxisOptions(backend=wire) for name in names}
+    for backend in BACKENDS:
+        over = {name: md.AxisOptions(backend=backend) for name in names}
         shape = (DP, TP)
-        meshes["md", wire] = md.init_device_mesh(
+        meshes["md", backend] = md.init_device_mesh(
             "cpu", shape, mesh_dim_names=names, axis_options=over
         )
         # Of its own names: DTensor takes the groups of the first of several equal meshes for all.
-        torchs = tuple(f"{name}_{wire}" for name in names)
-        meshes["torch", wire] = init_device_mesh(
-            "cpu", shape, mesh_dim_names=torchs, backend_override=dict.fromkeys(torchs, wire)
+        torchs = tuple(f"{name}_{backend}" for name in names)
+        meshes["torch", backend] = init_device_mesh(
+            "cpu", shape, mesh_dim_names=torchs, backend_override=dict.fromkeys(torchs, backend)
         )
     return meshes
 

@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             weights = "equal" if are_equal else "NOT EQUAL"
             print(f"{name:<14} loss {losses[-1]:.4f}  {step_ms:6.2f} ms a step  weights {weights}")
     if args.check and is_first:
-        verdict = "yes" if is_right else "NO"
-        print(f"each within {LIMIT:.0%} of the first loss, {plain[0]:.4f}, of plain: {verdict}")
+        outcome = "yes" if is_right else "NO"
+        print(f"each within {LIMIT:.0%} of the first loss, {plain[0]:.4f}, of plain: {outcome}")
     md.destroy_process_group()
     return 0 if is_right or not args.check else 1
 

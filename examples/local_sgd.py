@@ -133,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = difference(network, mesh, args)
         is_fine = found <= LIMIT and losses[-1] < losses[0]
         if is_first:
-            verdict = "agree" if is_fine else "DO NOT AGREE"
-            print(f"check: weights of {num_ranks} ranks {verdict}, largest difference {found:.1e}")
+            outcome = "agree" if is_fine else "DO NOT AGREE"
+            print(f"check: weights of {num_ranks} ranks {outcome}, largest difference {found:.1e}")
     md.destroy_process_group()
     return 0 if is_fine else 1
 

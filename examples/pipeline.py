@@ -136,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.schedule}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {args.steps} steps")
     difference = largest_difference(layers, args) if args.check else 0.0
     if args.check and md.get_rank() == 0:
-        verdict = "equal" if difference < LIMIT else "DIFFERENT"
-        print(f"check: largest difference {difference:.1e} (limit {LIMIT:.0e}): {verdict}")
+        outcome = "equal" if difference < LIMIT else "DIFFERENT"
+        print(f"check: largest difference {difference:.1e} (limit {LIMIT:.0e}): {outcome}")
     md.destroy_process_group()
     return 0 if difference < LIMIT else 1
 

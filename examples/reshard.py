@@ -5,8 +5,8 @@
 
 Each row is carried out on real data. The table says what ``md.plan`` finds for it and for its
 gradient, and how much all ranks receive together. ``--check`` compares results with slices of the
-whole array, and results and gradients with those of the verb that the pattern stands for; it exits
-with 1 where they differ.
+whole array, and results and gradients with those of the collective that the pattern stands for; it
+exits with 1 where they differ.
 """
 
 import argparse
@@ -26,11 +26,11 @@ LINE = "{:28}{:30}{:24}{:>9}   {:24}{:>9}"
 
 
 class Row(NamedTuple):
-    """One way from a pattern to another; the verb, where there is one, does the same."""
+    """One way from a pattern to another; the collective, where there is one, does the same."""
 
     name: str
     pattern: str
-    verb: Callable[[torch.Tensor], torch.Tensor] | None = None
+    operation: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def transpose_ranks(x: torch.Tensor) -> torch.Tensor:
@@ -70,14 +70,14 @@ ROWS = (
 
 
 def unreduced_axes(side: str) -> tuple[str, ...]:
-    """Return the axes over which a side of a pattern holds summands."""
+    """Return the axes over which a side of a pattern holds partial sums."""
     found = re.search(r"U:([\w,]+)", side)
     return tuple(found[1].split(",")) if found else ()
 
 
-def sum_of(summand: torch.Tensor, side: str, mesh: md.DeviceMesh) -> torch.Tensor:
-    """Return what this rank's tensor means: itself, or the sum of all summands."""
-    meant = summand.clone()
+def sum_of(partial_sum: torch.Tensor, side: str, mesh: md.DeviceMesh) -> torch.Tensor:
+    """Return what this rank's tensor means: itself, or the sum of all partial sums."""
+    meant = partial_sum.clone()
     if axes := unreduced_axes(side):
         md.all_reduce(meant, group=mesh[axes])
     return meant
@@ -95,13 +95,13 @@ def difference(row: Row, whole: torch.Tensor, mesh: md.DeviceMesh) -> float:
     total = rearrange(whole * sum_of(share, left, mesh), f"a b -> {names}")
     expected = md.shard(total, right_dims, mesh)
     off = (sum_of(y.detach(), right, mesh) - expected).abs().max().item()
-    if row.verb is not None:
-        x_of_verb = x.detach().requires_grad_()
+    if row.operation is not None:
+        x_of_operation = x.detach().requires_grad_()
         with mesh:
-            y_of_verb = row.verb(x_of_verb)
-        y.backward(y_of_verb.detach())
-        y_of_verb.backward(y_of_verb.detach())
-        for one, other in ((y, y_of_verb), (x.grad, x_of_verb.grad)):
+            y_of_operation = row.operation(x_of_operation)
+        y.backward(y_of_operation.detach())
+        y_of_operation.backward(y_of_operation.detach())
+        for one, other in ((y, y_of_operation), (x.grad, x_of_operation.grad)):
             off = max(off, (one - other).abs().max().item())
     return off
 
@@ -122,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tp", type=int, default=2, help="ranks along tp")
     parser.add_argument("--rows", type=int, default=96, help="of the array")
-    parser.add_argument("--check", action="store_true", help="compare with slices and verbs")
+    parser.add_argument("--check", action="store_true", help="compare with slices and collectives")
     options = parser.parse_args()
     torch.set_num_threads(1)
     md.init_process_group()

@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--root", required=True, help="the folder of the run's checkpoints")
     parser.add_argument("--steps", type=int, default=20, help="how many steps in all")
     parser.add_argument("--tp", type=int, default=1, help="parts of each layer")
-    parser.add_argument("--backend", help="the wire: shm, gloo, ...; the best one if left out")
+    parser.add_argument("--backend", help="the backend: shm, gloo, ...; the best one if left out")
     parser.add_argument("--kill", type=place, default=(-1, -1), metavar="RANK:STEP")
     parser.add_argument("--simulate", type=int, metavar="N", help="run N ranks in this process")
     parser.add_argument("--check", action="store_true", help="compare with one rank")

@@ -1,4 +1,4 @@
-"""All-reduce made of messages around a ring, compared with the verb that is there for it.
+"""All-reduce made of messages around a ring, compared with the collective that is there for it.
 
     meshdist run -n 4 examples/ring_allreduce.py
     torchrun --nproc-per-node 2 examples/ring_allreduce.py --numel 1000
@@ -60,9 +60,9 @@ def chunked_ring(tensor: torch.Tensor, group: Any = None) -> None:
         leaves, comes = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         sending = dist.isend(leaves, group_dst=right, group=group)
         if step < size - 1:  # the left neighbour's sum so far: add ours, it is passed on next
-            summand = arriving[: comes.numel()]
-            dist.recv(summand, group_src=left, group=group)
-            comes += summand
+            partial_sum = arriving[: comes.numel()]
+            dist.recv(partial_sum, group_src=left, group=group)
+            comes += partial_sum
         else:  # a complete sum: keep it, pass it on
             dist.recv(comes, group_src=left, group=group)
         sending.wait()

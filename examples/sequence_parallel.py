@@ -64,7 +64,9 @@ def train(mesh: md.DeviceMesh) -> tuple[nn.Module, list[float]]:
         x = md.shard(whole, "b@dp s@tp d", mesh)
         optimizer.zero_grad()
         per_replica = whole.numel() / mesh["dp"].size()
-        ddp(x).pow(2).sum().div(per_replica).backward()  # a summand over tp, whose mean is over dp
+        ddp(x).pow(2).sum().div(
+            per_replica
+        ).backward()  # a partial sum over tp, whose mean is over dp
         norms.append(md.clip_grad_norm_(block.parameters(), 1.0, mesh=mesh).item())
         optimizer.step()
     return block, norms

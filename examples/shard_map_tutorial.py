@@ -38,13 +38,13 @@ def by_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @shard_map(in_specs=(P(None, "i"), P("i")), out_specs=P())
-def by_summands(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Columns of a times rows of b are summands of the product."""
+def by_partial_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Columns of a times rows of b are partial sums of the product."""
     return lax.psum(a @ b, AXIS)
 
 
 @shard_map(in_specs=(P(None, "i"), P("i")), out_specs=P(None, "i"))
-def by_scattered_summands(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def by_scattered_partial_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The same, where each rank needs a part of the sum alone."""
     return lax.psum_scatter(a @ b, AXIS, scatter_dimension=1, tiled=True)
 
@@ -175,8 +175,8 @@ def matrices(size: int) -> tuple[tuple[int, ...], ...]:
 
 ROWS = (
     Row("rows", by_rows, torch.matmul, matrices),
-    Row("summands", by_summands, torch.matmul, matrices),
-    Row("scattered summands", by_scattered_summands, torch.matmul, matrices),
+    Row("partial_sums", by_partial_sums, torch.matmul, matrices),
+    Row("scattered partial sums", by_scattered_partial_sums, torch.matmul, matrices),
     Row("gathered rows", by_gathered_rows, torch.matmul, matrices),
     Row("around a ring", around_a_ring, torch.matmul, matrices),
     Row("ring attention", ring_attention, attention, lambda size: ((2, 4 * size, 8),) * 3),

@@ -167,7 +167,7 @@ def repeat_alone(losses: list[float], args: argparse.Namespace) -> tuple[list[fl
         _, alone = train(mesh, args, "one process")
         ours, theirs = torch.tensor([losses, alone], dtype=torch.float64)
         difference[0] = ((ours - theirs) / theirs).abs().max()
-    with md.wait_notice(None):  # here the other ranks wait, as they are meant to
+    with md.stall_warning(None):  # here the other ranks wait, as they are meant to
         md.broadcast(difference, src=0)
     return alone, difference.item()
 
@@ -217,7 +217,7 @@ def axes(text: str) -> dict[str, int]:
     return sizes | {name: 1 for name in ("dp", "tp") if name not in sizes}
 
 
-def wires(text: str) -> dict[str, md.AxisOptions]:
+def backends(text: str) -> dict[str, md.AxisOptions]:
     """Read --axis-backend."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     if not all(axis in ("dp", "tp") and name for axis, name in pairs):
@@ -244,7 +244,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sample", type=int, default=200, help="bytes to write at the end")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--backend", help="how to move bytes: gloo, nccl, ...; chosen by the device if absent")
-    add("--axis-backend", type=wires, default={}, metavar="dp=NAME,tp=NAME", help="along an axis")
+    add(
+        "--axis-backend", type=backends, default={}, metavar="dp=NAME,tp=NAME", help="along an axis"
+    )
     args = parser.parse_args(argv)
     if min(args.steps, args.batch, args.context, args.layers, args.heads, args.sample) < 1:
         parser.error("steps, batch, context, layers, heads and sample are at least 1")
@@ -284,8 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     curves, difference = {title: losses}, 0.0
     if args.check:
         curves["one process"], difference = repeat_alone(losses, args)
-        verdict = "equal" if difference < LIMIT else "DIFFERENT"
-        say(f"check: largest relative difference {difference:.1e} (limit {LIMIT:.0e}): {verdict}")
+        outcome = "equal" if difference < LIMIT else "DIFFERENT"
+        say(f"check: largest relative difference {difference:.1e} (limit {LIMIT:.0e}): {outcome}")
     if args.plot and md.get_rank() == 0:
         plot(args.plot, curves)
     md.destroy_process_group()

@@ -7,9 +7,8 @@
     y = md.lax.psum(x, "tp", mesh=mesh)
     model = md.DDP(model, device_mesh=mesh["dp"])
 
-This is the front door: ``__init__.pyi`` names everything public, and a module is loaded when one of
-its names is first used. ``meshdist.distributed`` has the names of torch.distributed, and
-``meshdist.errors`` all errors; they resolve here as well.
+``__init__.pyi`` lists the public API; modules load on first use. ``meshdist.distributed`` has the
+names of torch.distributed, ``meshdist.errors`` all errors; both resolve here as well.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if sys.platform == "win32":
     raise ImportError(
@@ -25,14 +24,14 @@ if sys.platform == "win32":
         "memory)"
     )
 
-from .lazy_names import LazyNames, refuse_absent
+from .lazy_names import LazyNames, reject_absent
 
 _lazy_names = LazyNames(__name__, __file__)
 
 # `from meshdist import *` leaves out the one name that would shadow a builtin.
 __all__ = ["__version__", *(name for name in _lazy_names.listed if name != "breakpoint")]
 
-sys.meta_path.append(SimpleNamespace(find_spec=refuse_absent))  # type: ignore[arg-type]
+sys.meta_path.append(SimpleNamespace(find_spec=reject_absent))  # type: ignore[arg-type]
 
 
 def __getattr__(name: str) -> object:

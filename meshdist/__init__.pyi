@@ -1,4 +1,4 @@
-"""The public names, and the home of each: what the front door loads, and type checkers read."""
+"""The public names, and the home of each: what the public API loads, and type checkers read."""
 
 from . import (
     checkpoint as checkpoint,
@@ -38,13 +38,13 @@ from .errors import (
     MeshdistError as MeshdistError,
     MeshError as MeshError,
 )
-from .groups.other_members import wait_notice as wait_notice
-from .joining.uneven_loops import uneven as uneven
-from .lax.asserting import assert_equal as assert_equal
+from .groups.peer_status import stall_warning as stall_warning
+from .join.uneven_loops import uneven as uneven
+from .lax.equality_checks import assert_equal as assert_equal
+from .mesh.constructors import make_mesh as make_mesh
 from .mesh.current_mesh import get_current_mesh as get_current_mesh
 from .mesh.definition import AxisOptions as AxisOptions
 from .mesh.layout import Layout as Layout
-from .mesh.making import make_mesh as make_mesh
 from .mesh.partition_spec import P as P
 from .mesh.spec import NamedSharding as NamedSharding
 from .sharding.api import (
@@ -62,17 +62,17 @@ from .sharding.array_creation import (
     randn as randn,
     zeros as zeros,
 )
-from .sharding.einsums import einsum as einsum
+from .sharding.einsum import einsum as einsum
 from .sharding.planner import plan as plan
 from .sharding.routes import Link as Link
 from .sharding.shard_mapping import shard_map as shard_map
 from .sharding.sharded_array import ShardedArray as ShardedArray
-from .tensor_parallel.parallelizing import parallelize as parallelize
-from .typed_contexts.annotations import annotate as annotate, typeof as typeof
-from .typed_contexts.mode import typed as typed, untyped as untyped
-from .typed_contexts.random_draws import seed as seed
+from .tensor_parallel.parallelize import parallelize as parallelize
+from .typed_mode.annotations import annotate as annotate, typeof as typeof
+from .typed_mode.mode import typed as typed, untyped as untyped
+from .typed_mode.random_draws import seed as seed
 from .worlds.simulation import simulate as simulate
-from .worlds.spawning import spawn as spawn
+from .worlds.spawn import spawn as spawn
 
 # What follows resolves as well, and dir() does not show it: all of torch's names, for programs
 # that say `import meshdist as dist`; the other errors; P by the long name that JAX has for it.
@@ -80,7 +80,6 @@ from .worlds.spawning import spawn as spawn
 from .distributed import *  # noqa: F403
 from .errors import (
     AbortedError as AbortedError,
-    AgreementError as AgreementError,
     AxisError as AxisError,
     AxisTypeError as AxisTypeError,
     CheckpointError as CheckpointError,
@@ -93,7 +92,8 @@ from .errors import (
     JoinError as JoinError,
     LengthError as LengthError,
     MeshAttributeError as MeshAttributeError,
-    NestedVerbError as NestedVerbError,
+    MismatchError as MismatchError,
+    NestedCollectiveError as NestedCollectiveError,
     NotInGroupError as NotInGroupError,
     NotInitializedError as NotInitializedError,
     PatternError as PatternError,

@@ -1,4 +1,4 @@
-"""``python -m meshdist``: the command ``meshdist``."""
+"""Run the command ``meshdist`` as ``python -m meshdist``."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Where to go for what torch.distributed or JAX has and meshdist does not, by name.
+"""Explain names of torch.distributed and JAX that meshdist lacks.
 
-Imports the standard library alone: an import that fails must not load torch to say why.
+Import only the standard library: a failed import must not load torch for its error.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _MODULES = (
     "device_mesh distributed_c10d elastic flight_recorder fsdp launcher logging_handlers nn optim "
     "pipelining remote_device rpc run tensor utils"
 )
-# Torch has it under another name, in that module.
+# torch has these in the same module, under other names.
 _THERE = {"FSDP": "FullyShardedDataParallel as FSDP", "NamedOptimizer": "_NamedOptimizer"}
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _HOMES |= dict.fromkeys(_MODULES.split(), "")
 
-# Ours in place of torch's, where a program need not go to torch.
+# Alternatives in meshdist to names of torch.
 OURS = {
     "DTensor": "meshdist.ShardedArray; meshdist.distributed.to_dtensor and from_dtensor go between "
     "the two",
@@ -63,13 +63,13 @@ OURS = {
     "distributed_c10d": "the same names from meshdist.distributed; what begins with _ is torch's "
     "alone",
     "loss_parallel": "meshdist.tensor_parallel.cross_entropy",
-    "nn": "meshdist.lax, whose verbs have gradients, in place of nn.functional",
+    "nn": "meshdist.lax, whose collectives have gradients, in place of nn.functional",
     "parallelize_module": "meshdist.parallelize, by words",
     "rand": "meshdist.randn, or meshdist.make_array_from_callback",
     "run": "the command meshdist run, which takes torchrun's flags",
     "tensor": "meshdist.ShardedArray",
 }
-# Where to go in place of names of JAX's, of rooms of ours, and of what torch imports.
+# Alternatives to names of JAX, of meshdist's modules and of torch's imports.
 _INSTEAD = {
     "meshdist.lax.{}": "axis_index axis_size pbroadcast pcast pmax pmean pmin ppermute pshuffle "
     "psum psum_scatter pswapaxes pvary ragged_all_to_all",
@@ -79,14 +79,14 @@ _INSTEAD = {
     "post_localSGD_hook powerSGD_hook quantization_perchannel_hook quantization_pertensor_hook "
     "register_ddp_comm_hook",
     "meshdist.shard_map": "pmap",
-    "torch.compile; verbs end its graphs": "jit pjit",
+    "torch.compile; collectives end its graphs": "jit pjit",
     "torch.func.{}, or backward()": "grad value_and_grad vjp",
     "torch.func.{}": "jvp vmap",
     "meshdist.make_mesh; meshdist.Layout is a mesh without processes": "AbstractMesh Mesh",
     "meshdist.get_world_size()": "device_count process_count size world_size",
     "meshdist.get_rank()": "process_index rank",
     "meshdist.distributed.get_node_local_rank()": "local_rank",
-    "meshdist.init_process_group(), or the first verb or mesh": "init",
+    "meshdist.init_process_group(), or the first collective or mesh": "init",
     "meshdist.get_current_mesh(), which raises where none is in force": "find_current_mesh",
     "meshdist.seed": "manual_seed",
     "meshdist.all_reduce": "allreduce",
@@ -99,7 +99,7 @@ _INSTEAD = {
     "typing_extensions.deprecated": "deprecated",
 }
 PLACES = {name: place for place, names in _INSTEAD.items() for name in names.split()}
-# The verb of lax that does it, for what is typed there by torch's name or MPI's.
+# The collectives of lax for the names of torch or MPI.
 IN_LAX = {
     "all_reduce": "psum",
     "allreduce": "psum",
@@ -110,7 +110,7 @@ IN_LAX = {
     "reduce_scatter": "psum_scatter",
     "reduce_scatter_tensor": "psum_scatter",
 }
-# Torch's own that communicate in a world of torch's, which our wires can serve.
+# torch modules that communicate on torch process groups, which meshdist's backends support.
 _IN_A_WORLD = [
     "algorithms",
     "device_mesh",
@@ -123,15 +123,15 @@ _IN_A_WORLD = [
 
 
 def where_else(name: str, module: str = _PACKAGE) -> str | None:
-    """Return a message on where torch or JAX has ``name``; None for any other name.
+    """Return a message on where torch or JAX has ``name``; None for others.
 
     Args:
-        module: the module of ours that was asked for it.
+        module: the module of meshdist that lacks it.
 
     Example:
         >>> print(where_else("fully_shard"))
         meshdist has no fully_shard
-          expected: torch's own, in a world of torch's, which meshdist's wires can serve
+          expected: torch's own, in a world of torch's, which meshdist's backends can serve
           fix:      from torch.distributed.fsdp import fully_shard; the world: \
 torch.distributed.init_process_group('shm')
     """
@@ -145,7 +145,7 @@ torch.distributed.init_process_group('shm')
     expected = "torch's own"
     fix = f"from {'.'.join(filter(None, (_TORCH, home)))} import {_THERE.get(name, name)}"
     if (home or name).partition(".")[0] in _IN_A_WORLD:
-        expected += ", in a world of torch's, which meshdist's wires can serve"
+        expected += ", in a world of torch's, which meshdist's backends can serve"
         fix += f"; the world: {_TORCH}.init_process_group('shm')"
     if name in OURS:
         expected, fix = f"ours, or {expected}", f"{OURS[name]}; or torch's: {fix}"

@@ -1,4 +1,4 @@
-"""Arguments that many calls take, read and refused in one way: numbers, shapes, timeouts."""
+"""Validate common arguments: numbers, shapes, meshes and timeouts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from .errors import ArgumentError, KindError, ShapeError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""torch's, for every wire but NCCL."""
+"""torch's default for every backend except NCCL."""
 
 _LONGEST = timedelta(days=36500)
-"""Torch counts nanoseconds in 64 bits, which end after 292 years."""
+"""torch stores nanoseconds in 64 bits, which overflow after 292 years."""
 
 
-def find_whole_numbers(given: Any) -> list[int] | None:
-    """Return a list or tuple as ints; None if it is none, or an entry is no whole number."""
+def find_integers(given: Any) -> list[int] | None:
+    """Return a list or tuple as ints; None for other types or entries."""
     if not isinstance(given, (list, tuple)):
         return None
     if {*map(type, given)} <= {int}:
@@ -35,7 +35,7 @@ def _is_bool(given: Any) -> bool:
 def mesh_kind_error(
     summary: str, given: object, *, expected: str = "a DeviceMesh", fix: str | None = None
 ) -> KindError:
-    """Return the error for what is no mesh of ours; for torch's mesh it says how to make ours."""
+    """Return the error for an object that is not a DeviceMesh of meshdist."""
     kind = type(given)
     if kind.__module__ != "torch.distributed.device_mesh":
         return KindError(summary, expected=expected, found=f"a {kind.__name__}", fix=fix)
@@ -43,24 +43,22 @@ def mesh_kind_error(
         summary,
         expected=f"{expected} of meshdist",
         found=f"a {kind.__module__}.{kind.__qualname__}",
-        fix="make ours of it: DeviceMesh.from_torch(mesh)",
+        fix="convert it: DeviceMesh.from_torch(mesh)",
     )
 
 
-def get_whole_number(
+def get_integer(
     given: Any, name: str, least: int | None = None, most: int | None = None, **parts: str | None
 ) -> int:
-    """Return a whole number as a plain int; raise where it is none, or not in range.
+    """Return an integer of any library as an int; raise for other types, bool, or out of range.
 
     Args:
-        given: of any library; a bool is no number.
-        name: of the argument, for messages.
-        parts: more of the message, such as ``fix``; ``expected`` in place of the range.
+        parts: further fields of the error, such as ``fix``; ``expected`` replaces the range.
     """
-    numbers = [given] if type(given) is int else find_whole_numbers([given])
+    numbers = [given] if type(given) is int else find_integers([given])
     if numbers is None:
         found = f"{given!r}, a {type(given).__name__}"
-        raise KindError(f"{name} must be a whole number", **{"found": found, **parts})
+        raise KindError(f"{name} must be an integer", **{"found": found, **parts})
     (number,) = numbers
     if (least is not None and number < least) or (most is not None and number > most):
         expected = f"{least} or more" if most is None else f"{least} to {most}"
@@ -69,12 +67,10 @@ def get_whole_number(
 
 
 def get_number(given: Any, name: str, **parts: str | None) -> float:
-    """Return a number of Python or NumPy as a plain int or float; raise where it is no number.
+    """Return a Python or NumPy number as an int or float; raise for other types and bool.
 
     Args:
-        given: a bool is no number.
-        name: of the argument, for messages.
-        parts: more of the message, such as ``expected``.
+        parts: further fields of the error, such as ``expected``.
     """
     if isinstance(given, bool) or not isinstance(given, Real):
         found = f"{given!r}, a {type(given).__name__}"
@@ -84,10 +80,10 @@ def get_number(given: Any, name: str, **parts: str | None) -> float:
 
 def get_shape(given: Any, call: str) -> tuple[int, ...]:
     """Return ``given`` as a tuple of sizes, 0 or more; raise for anything else."""
-    sizes = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)
+    sizes = find_integers(given.tolist() if hasattr(given, "tolist") else given)
     if sizes is None:
         raise KindError(
-            f"{call}: shape is that of the whole array, one whole number for each dim",
+            f"{call}: shape must be the global shape, one integer for each dim",
             expected="for example shape=(8, 16)",
             found=repr(given),
         )

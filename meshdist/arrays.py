@@ -1,14 +1,11 @@
-"""Arrays of the caller's own library, in and out without copies.
+"""Convert NumPy and CuPy arrays to torch tensors and back, without copies.
 
-The verbs compute on torch tensors. A torch tensor passes as it is; a NumPy or CuPy array is seen
-through a tensor that shares its memory, so that a verb which writes in place writes the caller's
-array. A library is served only once the caller has imported it: it is looked up in
-``sys.modules`` and never imported from here.
+A NumPy or CuPy array becomes a torch tensor that shares its memory, so in-place collectives write
+the caller's array. Libraries are looked up in ``sys.modules``, never imported.
 
-CuPy works on a stream of its own. ``as_tensor`` takes an array by DLPack, which lets torch's
-current stream wait for what CuPy has queued; ``like`` gives an array in the same way; and the
-function of ``find_hand_back`` lets CuPy's current stream wait for what torch has queued on arrays
-that a verb has read or written in place.
+``as_tensor`` imports CuPy arrays by DLPack, which makes torch's current stream wait for CuPy's
+queued work; ``like`` exports the same way. The function from ``find_hand_back`` makes CuPy's
+current stream wait for torch's work on arrays that a collective used.
 """
 
 from __future__ import annotations
@@ -33,24 +30,23 @@ _Tensor = torch.Tensor
 _strided = torch.strided
 
 _recorded_streams: dict[int, Any] = {}
-"""CuPy's streams that are recorded on memory of torch's, by id, kept from being destroyed: torch
-uses them when the memory is freed, and the process would end where one is gone by then."""
+"""CuPy streams recorded on torch memory, by id, kept alive: torch uses a stream when it frees the
+memory, and the process crashes if the stream was destroyed."""
 
 _SHARED_DTYPES = frozenset(facts.name for facts in DTYPES.values() if facts.is_in_numpy)
 _SERVED = "a torch tensor, or an array of NumPy or CuPy"
 
 
-def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> torch.Tensor:
-    """Return a torch tensor that shares the memory of ``x``; a torch tensor is returned itself.
+def as_tensor(x: Array, *, argument: str, operation: str, writable: bool = True) -> torch.Tensor:
+    """Return a torch tensor that shares the memory of ``x``, or ``x`` if it is a torch tensor.
 
     Args:
-        writable: False for a verb that only reads, and must not write into the tensor: then
-            read-only arrays and NumPy scalars are served, too.
+        writable: False also allows read-only arrays and NumPy scalars.
 
     Example:
         >>> import numpy as np
         >>> a = np.zeros(3, dtype=np.float32)
-        >>> as_tensor(a, argument="tensor", verb="all_reduce").add_(2.0)
+        >>> as_tensor(a, argument="tensor", operation="all_reduce").add_(2.0)
         tensor([2., 2., 2.])
         >>> a
         array([2., 2., 2.], dtype=float32)
@@ -60,14 +56,14 @@ def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> t
     if is_known and x.layout is _strided and not (x.dtype in QUANTIZED or x.is_nested):
         return x  # type: ignore[no-any-return]
     if isinstance(x, torch.Tensor):
-        return _checked_tensor(x, argument, verb)
+        return _checked_tensor(x, argument, operation)
     if is_of("numpy", x, "ndarray", "generic"):
-        return _from_numpy(x, argument, verb, writable)
+        return _from_numpy(x, argument, operation, writable)
     if is_of("cupy", x, "ndarray"):
-        _check_memory(x, argument, verb)
-        with x.device:  # CuPy lets torch wait for its stream on the current device, whatever x's is
+        _check_memory(x, argument, operation)
+        with x.device:  # CuPy makes torch wait for its stream on the current device, not on x's
             return from_dlpack(x)
-    raise _wrong_kind(x, argument, verb)
+    raise _wrong_kind(x, argument, operation)
 
 
 def like(tensor: torch.Tensor, original: Array) -> Array:
@@ -92,12 +88,12 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
 
 
 def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
-    """Return a function that lets CuPy's streams wait for torch's; None without CuPy arrays."""
-    # Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for
-    # torch's current stream there; the host does not wait. Both streams are the calling thread's
-    # own, so it is called wherever the verb has been waited for, once torch's stream comes after
-    # the verb. Arrays that the verb only reads need it, too: else CuPy could write into them, or
-    # use their memory for another array, while the wire still reads.
+    """Return a function that makes CuPy's streams wait for torch's; None without CuPy arrays."""
+    # Each call makes CuPy's current stream on the arrays' devices wait, by an event, for torch's
+    # current stream there; the host does not wait. Both streams belong to the calling thread, so
+    # call it after the wait for the collective, when torch's stream follows it. Arrays that the
+    # collective only reads need it, too: otherwise CuPy could overwrite or reuse their memory while
+    # the backend still reads.
     if "cupy" not in sys.modules:  # by far the most frequent
         return None
     of_cupy = [x for x in arrays if is_of("cupy", x, "ndarray")]
@@ -112,7 +108,7 @@ def _hand_back(arrays: Sequence[Array]) -> None:
 
 
 def _record_cupys_stream(tensor: torch.Tensor) -> None:
-    """Keep a tensor's memory, once freed, from reuse while CuPy's stream works on it."""
+    """Prevent reuse of a tensor's memory while CuPy's stream works on it."""
     device = tensor.device.index
     tensor.record_stream(_cupys_stream(device))
     stream = sys.modules["cupy"].cuda.get_current_stream(device)
@@ -122,7 +118,7 @@ def _record_cupys_stream(tensor: torch.Tensor) -> None:
 def _cupys_stream(device: int) -> torch.cuda.Stream:
     """Return CuPy's current stream on a device, as a stream of torch's."""
     pointer = sys.modules["cupy"].cuda.get_current_stream(device).ptr
-    if pointer in (0, 1):  # both name the default stream, which ExternalStream cannot be
+    if pointer in (0, 1):  # both are the default stream, which ExternalStream does not support
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(pointer, device)
 
@@ -160,8 +156,8 @@ def cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
 
 
 def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, copied if its memory overlaps that of ``output``."""
-    # Both are contiguous. A wire may write what has come before it has read all that is to go.
+    """Return ``tensor``, copied if it overlaps ``output`` in memory."""
+    # Both are contiguous. A backend may write received data before it has read all data to send.
     start, begin = tensor.data_ptr(), output.data_ptr()
     if start < begin + output.nbytes and begin < start + tensor.nbytes:
         return tensor.clone()
@@ -171,7 +167,7 @@ def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 def apart_from_all(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``tensors``, each copied if its memory overlaps that of any of ``outputs``."""
+    """Return ``tensors``, each copied if it overlaps any of ``outputs`` in memory."""
     begin = min(output.data_ptr() for output in outputs)
     end = max(output.data_ptr() + output.nbytes for output in outputs)
     found = list(tensors)
@@ -184,7 +180,6 @@ def apart_from_all(
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape for messages: ``(4, 8)``."""
     return str(tuple(shape))
 
 
@@ -194,49 +189,51 @@ def describe(x: Array) -> str:
 
 
 def is_of(library: str, x: Any, *names: str) -> bool:
-    """Return whether ``x`` is of a named class of a library, which is not imported for this."""
+    """Return whether ``x`` is of a named class of a library, without importing it."""
     module = sys.modules.get(library)
     return isinstance(x, tuple(getattr(module, name) for name in names if hasattr(module, name)))
 
 
-def _where(x: Any, argument: str, verb: str) -> str:
+def _where(x: Any, argument: str, operation: str) -> str:
     owner = type(x).__module__.partition(".")[0]
-    return f"argument {argument} of {verb}: {owner}.{type(x).__name__}, {describe(x)}"
+    return f"argument {argument} of {operation}: {owner}.{type(x).__name__}, {describe(x)}"
 
 
-def _checked_tensor(x: torch.Tensor, argument: str, verb: str) -> torch.Tensor:
+def _checked_tensor(x: torch.Tensor, argument: str, operation: str) -> torch.Tensor:
     """Return ``x`` if it is a plain dense tensor; else raise."""
     if x.is_nested:
         raise KindError(
-            f"{verb} cannot take a nested tensor as {argument}: its parts have sizes of their own",
-            where=f"argument {argument} of {verb}: {type(x).__module__}.{type(x).__name__}",
+            f"{operation} cannot take a nested tensor as {argument}: its parts have different "
+            "sizes",
+            where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
             expected=_SERVED,
-            fix=f"pass the dense parts, {argument}.unbind(), one by one or to a verb on lists",
+            fix=f"pass its dense parts one at a time: {argument}.unbind()",
         )
     if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
         shard = f"{argument}.to_local(), the shard on this rank"
         raise KindError(
-            f"{verb} cannot take a {type(x).__name__} as {argument}: its values are not in memory "
-            "of its own",
-            where=f"argument {argument} of {verb}: {type(x).__module__}.{type(x).__name__}",
+            f"{operation} cannot take a {type(x).__name__} as {argument}: it does not store its "
+            "values itself",
+            where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
             expected=_SERVED,
             fix=f"pass {shard if hasattr(x, 'to_local') else 'the plain tensor that it wraps'}",
         )
     if x.dtype in QUANTIZED:
         raise DtypeError(
-            f"{verb} cannot take a quantized tensor as {argument}: its scale would not travel",
-            where=_where(x, argument, verb),
-            fix=f"pass {argument}.dequantize(), or {argument}.int_repr() where scales are equal",
+            f"{operation} cannot take a quantized tensor as {argument}: its scale would not be "
+            "sent",
+            where=_where(x, argument, operation),
+            fix=f"pass {argument}.dequantize(), or {argument}.int_repr() if scales are equal",
         )
     if is_lazy(x):
         raise KindError(
-            f"{verb} cannot take {argument}: a lazy parameter that has no values yet",
+            f"{operation} cannot take {argument}: a lazy parameter that has no values yet",
             fix="run one forward of its module first",
         )
     if x.layout is not _strided:
         raise ArgumentError(
-            f"{verb} cannot take a sparse tensor as {argument}",
-            where=_where(x, argument, verb),
+            f"{operation} cannot take a sparse tensor as {argument}",
+            where=_where(x, argument, operation),
             expected="a dense tensor, layout torch.strided",
             found=f"layout {x.layout}",
             fix=f"pass {argument}.to_dense()",
@@ -244,12 +241,12 @@ def _checked_tensor(x: torch.Tensor, argument: str, verb: str) -> torch.Tensor:
     return x
 
 
-def _from_numpy(x: Any, argument: str, verb: str, writable: bool) -> torch.Tensor:
+def _from_numpy(x: Any, argument: str, operation: str, writable: bool) -> torch.Tensor:
     numpy: Any = sys.modules["numpy"]
     if isinstance(x, numpy.generic):
         if writable:
             raise KindError(
-                f"{verb} cannot write into {argument}: a NumPy scalar is immutable",
+                f"{operation} cannot write into {argument}: a NumPy scalar is immutable",
                 expected=_SERVED,
                 found=f"numpy.{type(x).__name__}",
                 fix=f"pass an array: {argument} = numpy.array({argument})",
@@ -259,26 +256,26 @@ def _from_numpy(x: Any, argument: str, verb: str, writable: bool) -> torch.Tenso
         array = x
     else:
         raise KindError(
-            f"{verb} cannot take a {type(x).__name__} as {argument}: only its plain numbers would "
-            "be sent",
-            where=_where(x, argument, verb),
+            f"{operation} cannot take a {type(x).__name__} as {argument}: only its plain values "
+            "would be sent",
+            where=_where(x, argument, operation),
             expected=_SERVED,
-            fix=f"pass numpy.asarray({argument}) if the plain numbers are meant",
+            fix=f"pass numpy.asarray({argument}) to send only its values",
         )
-    _check_memory(array, argument, verb)
+    _check_memory(array, argument, operation)
     if not array.flags.aligned:
-        raise _wrong_layout(array, "is not aligned to its element size", argument, verb)
+        raise _wrong_layout(array, "is not aligned to its element size", argument, operation)
     if not array.flags.writeable:
         if writable:
             raise ArgumentError(
-                f"{verb} cannot write into {argument}: the array is read-only",
-                where=_where(array, argument, verb),
+                f"{operation} cannot write into {argument}: the array is read-only",
+                where=_where(array, argument, operation),
                 fix=f"pass a copy, {argument} = {argument}.copy(), and read the result there",
             )
         array = numpy.asarray(_AsIfWritable(array))
     tensor = torch.from_numpy(array)
-    # Under a mode of torch's, such as FakeTensorMode, it may be of another kind.
-    return tensor if type(tensor) is _Tensor else _checked_tensor(tensor, argument, verb)
+    # Under a torch mode, such as FakeTensorMode, it may have another type.
+    return tensor if type(tensor) is _Tensor else _checked_tensor(tensor, argument, operation)
 
 
 class _AsIfWritable:
@@ -290,47 +287,48 @@ class _AsIfWritable:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def _check_memory(array: Any, argument: str, verb: str) -> None:
-    """Raise if torch lacks the array's dtype, byte order or strides."""
+def _check_memory(array: Any, argument: str, operation: str) -> None:
     dtype = array.dtype
     if dtype.name not in _SHARED_DTYPES:
         raise DtypeError(
-            f"{verb} cannot take {argument}: torch has no dtype {dtype_name(dtype)}",
-            where=_where(array, argument, verb),
+            f"{operation} cannot take {argument}: torch has no dtype {dtype_name(dtype)}",
+            where=_where(array, argument, operation),
             expected="bool, an integer, float16 to float64, complex64 or complex128",
             fix=f"convert it first, for example {argument}.astype('float64')",
         )
     if not dtype.isnative:
         raise DtypeError(
-            f"{verb} cannot take {argument}: its bytes are in the other order ({dtype.str})",
-            where=_where(array, argument, verb),
+            f"{operation} cannot take {argument}: it has the wrong byte order ({dtype.str})",
+            where=_where(array, argument, operation),
             expected="this machine's byte order",
             fix=f"pass {argument}.astype({argument}.dtype.newbyteorder('='))",
         )
     if any(stride < 0 for stride in array.strides):
-        raise _wrong_layout(array, "has a negative stride", argument, verb)
+        raise _wrong_layout(array, "has a negative stride", argument, operation)
     if any(stride % array.itemsize for stride in array.strides):
-        raise _wrong_layout(array, "has strides that cut its elements", argument, verb)
+        raise _wrong_layout(
+            array, "has strides that are not multiples of the element size", argument, operation
+        )
 
 
-def _wrong_layout(array: Any, problem: str, argument: str, verb: str) -> ArgumentError:
+def _wrong_layout(array: Any, problem: str, argument: str, operation: str) -> ArgumentError:
     return ArgumentError(
-        f"{verb} cannot take {argument}: the array {problem}, which torch cannot share",
-        where=_where(array, argument, verb),
+        f"{operation} cannot take {argument}: the array {problem}, which torch cannot share",
+        where=_where(array, argument, operation),
         expected="positive strides, multiples of the element size",
         found=f"strides {shape_text(array.strides)} in bytes, elements of {array.itemsize}",
         fix=f"pass a copy, {argument} = {argument}.copy(), and read the result there",
     )
 
 
-def _wrong_kind(x: Any, argument: str, verb: str) -> KindError:
+def _wrong_kind(x: Any, argument: str, operation: str) -> KindError:
     kind = type(x)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     fix = None
     if isinstance(x, (list, tuple, bool, int, float, complex)):
-        fix = f"make an array of it first: {argument} = torch.tensor({argument})"
+        fix = f"convert it to a tensor: {argument} = torch.tensor({argument})"
     elif hasattr(x, "addressable_shards") and hasattr(x, "local"):
-        fix = f"pass {argument}.local, this rank's shard; md.reshard and {argument}.full() move all"
+        fix = f"pass {argument}.local, this rank's shard; or use md.reshard or {argument}.full()"
     elif hasattr(x, "__dlpack__"):
-        fix = f"pass torch.from_dlpack({argument}), or a copy where its library forbids writing"
-    return KindError(f"{verb} cannot take a {name} as {argument}", expected=_SERVED, fix=fix)
+        fix = f"pass torch.from_dlpack({argument}), or a copy if its library forbids writing"
+    return KindError(f"{operation} cannot take a {name} as {argument}", expected=_SERVED, fix=fix)

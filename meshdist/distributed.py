@@ -1,11 +1,10 @@
-"""The names of torch.distributed that meshdist has, and those of torch's that go with them.
+"""Provide the API of torch.distributed: a drop-in replacement.
 
     import meshdist.distributed as dist
 
-is the line that a program for torch changes. Beside torch.distributed's names stand those that
-torch keeps elsewhere (``DistributedDataParallel``, ``DistributedSampler``, ``Join``, averagers of
-models, communication hooks), the ways from DTensor and to it, ``World`` and ``shared_empty``. A
-name that torch has and meshdist lacks says where to go.
+It also has names from other torch modules (``DistributedDataParallel``, ``DistributedSampler``,
+``Join``, model averagers, communication hooks), DTensor conversions, ``World`` and
+``shared_empty``. If meshdist lacks a torch name, the error names the alternative.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _lazy_names = LazyNames(__name__, __file__)
 # `from meshdist.distributed import *` leaves out the one name that would shadow a builtin.
 __all__ = [name for name in _lazy_names.listed if name != "breakpoint"]
 
-# Python asks for the import of meshdist.distributed.FSDP, which says where FSDP is, only of a
-# module that may have others inside.
+# Python tries to import meshdist.distributed.FSDP, which raises an error with a hint, only if this
+# module is a package.
 __path__: list[str] = []
 
 

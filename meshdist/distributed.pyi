@@ -1,5 +1,7 @@
-"""The names of meshdist.distributed, and the home of each: what it loads, and checkers read."""
+"""List the names of meshdist.distributed and their modules, for loading and type checkers."""
 
+from .backends.backend_names import Backend as Backend, BackendConfig as BackendConfig
+from .backends.work import Work as Work
 from .bootstrap.init_methods import (
     register_rendezvous_handler as register_rendezvous_handler,
     rendezvous as rendezvous,
@@ -19,7 +21,15 @@ from .checking.debug_levels import (
     set_debug_level_from_env as set_debug_level_from_env,
 )
 from .collectives.breakpoints import breakpoint as breakpoint
-from .collectives.list_verbs import (
+from .collectives.coalesced import (
+    all_gather_coalesced as all_gather_coalesced,
+    all_gather_multigpu as all_gather_multigpu,
+    all_reduce_coalesced as all_reduce_coalesced,
+    all_reduce_multigpu as all_reduce_multigpu,
+    broadcast_multigpu as broadcast_multigpu,
+    reduce_multigpu as reduce_multigpu,
+)
+from .collectives.list_collectives import (
     all_gather as all_gather,
     all_to_all as all_to_all,
     all_to_all_single as all_to_all_single,
@@ -44,16 +54,8 @@ from .collectives.point_to_point import (
     recv as recv,
     send as send,
 )
-from .collectives.several_tensors import (
-    all_gather_coalesced as all_gather_coalesced,
-    all_gather_multigpu as all_gather_multigpu,
-    all_reduce_coalesced as all_reduce_coalesced,
-    all_reduce_multigpu as all_reduce_multigpu,
-    broadcast_multigpu as broadcast_multigpu,
-    reduce_multigpu as reduce_multigpu,
-)
 from .collectives.shared_buffers import shared_empty as shared_empty
-from .collectives.verbs import (
+from .collectives.tensor_collectives import (
     all_gather_into_tensor as all_gather_into_tensor,
     all_gather_single as all_gather_single,
     all_reduce as all_reduce,
@@ -64,13 +66,13 @@ from .collectives.verbs import (
     reduce_scatter_tensor as reduce_scatter_tensor,
 )
 from .ddp import comm_hooks as comm_hooks
-from .ddp.averaging import (
+from .ddp.comm_hooks.bucket import GradBucket as GradBucket
+from .ddp.data_parallel import DistributedDataParallel as DistributedDataParallel
+from .ddp.model_averagers import (
     HierarchicalModelAverager as HierarchicalModelAverager,
     PeriodicModelAverager as PeriodicModelAverager,
     PostLocalSGDOptimizer as PostLocalSGDOptimizer,
 )
-from .ddp.comm_hooks.bucket import GradBucket as GradBucket
-from .ddp.data_parallel import DistributedDataParallel as DistributedDataParallel
 from .ddp.precision import MixedPrecision as MixedPrecision
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
@@ -93,9 +95,9 @@ from .groups.group_calls import (
     split_group as split_group,
 )
 from .groups.process_group import ProcessGroup as ProcessGroup
-from .joining.join import Join as Join, Joinable as Joinable, JoinHook as JoinHook
+from .join.join_context import Join as Join, Joinable as Joinable, JoinHook as JoinHook
+from .mesh.constructors import init_device_mesh as init_device_mesh
 from .mesh.device_mesh import DeviceMesh as DeviceMesh
-from .mesh.making import init_device_mesh as init_device_mesh
 from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
 from .sharding.dtensors import (
     from_dtensor as from_dtensor,
@@ -103,13 +105,11 @@ from .sharding.dtensors import (
     to_dtensor as to_dtensor,
     to_placements as to_placements,
 )
-from .wires.names import Backend as Backend, BackendConfig as BackendConfig
-from .wires.work import Work as Work
 from .worlds.initialization import (
     destroy_process_group as destroy_process_group,
     init_process_group as init_process_group,
 )
-from .worlds.inquiries import (
+from .worlds.queries import (
     get_backend as get_backend,
     get_backend_config as get_backend_config,
     get_default_backend_for_device as get_default_backend_for_device,

@@ -1,7 +1,7 @@
-"""The facts of each dtype: one table, from which every other list of dtypes is made.
+"""Define the properties of each dtype in one table, from which all lists of dtypes derive.
 
-A new dtype takes a row here. The native core has it by a row in ``native/codes.h``, and reduces it
-by loops in ``native/kernels_level.h``.
+To add a dtype, add an entry here and in ``native/codes.h``, and loops that reduce it in
+``native/kernels_level.h``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def dtype_name(dtype: object) -> str:
 
 @dataclass(frozen=True)
 class DtypeFacts:
-    """Row of the table of dtypes.
+    """The properties of a dtype.
 
     Args:
-        group: the row of the table of capabilities that shows it, with similar dtypes.
-        wide: the dtype in which it is reduced where its own is not there or rounds too often.
-        same_bits: the dtype of equal or half the width whose sums are the same bit for bit, where
-            some libraries lack this dtype.
-        mpi: the name of MPI's datatype that computes in it; "" where MPI only moves it.
-        is_in_c10d: whether all of c10d's classes know it; what they do not know moves as bytes.
-        is_in_numpy: whether NumPy and CuPy have it, under the same name.
-        in_files: the name in files of safetensors; "" where they lack it.
+        group: similar dtypes that share an entry in the table of capabilities.
+        wide: the dtype for reductions if a backend lacks this dtype or rounds too often.
+        same_bits: a dtype of equal or half width with bitwise equal sums, for libraries without
+            this dtype.
+        mpi: the name of the MPI datatype; "" if MPI can only move it.
+        is_in_c10d: whether all c10d backends support it; other dtypes move as bytes.
+        is_in_numpy: whether NumPy and CuPy have it under this name.
+        in_files: the name in safetensors files; "" if they lack it.
     """
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class DtypeFacts:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether values of the dtype are whole numbers or bool."""
+        """Return whether values are integers or bool."""
         return self.group in ("integers", "unsigned", "bool")
 
 
@@ -73,7 +73,7 @@ _TABLE = (
     DtypeFacts(torch.uint8, "unsigned", torch.int32, mpi="UINT8_T", is_in_c10d=True, in_files="U8"),
     DtypeFacts(
         torch.bool, "bool", mpi="UINT8_T", is_in_c10d=True, in_files="BOOL"
-    ),  # the byte that it lies in
+    ),  # the byte that stores it
     DtypeFacts(torch.complex128, "complex", None, torch.float64, "C_DOUBLE_COMPLEX"),
     DtypeFacts(torch.complex64, "complex", None, torch.float32, "C_FLOAT_COMPLEX", in_files="C64"),
     DtypeFacts(torch.complex32, "complex", torch.complex64, torch.float16, is_in_numpy=False),
@@ -95,7 +95,7 @@ SIGNED = {
 """torch adds, orders and multiplies these only as signed numbers of the same width."""
 
 IN_ORDER = {torch.float32: torch.int32, torch.float64: torch.int64}
-"""The whole numbers among which the smallest or largest of floats is found."""
+"""The integers among which the smallest or largest of floats is found."""
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-"""Dtypes whose numbers need the scale of their tensor, which is not sent along."""
+"""Dtypes that need the scale of their tensor, which is not sent."""

@@ -1,7 +1,6 @@
-"""The one shape of every message: what happened, where, what was expected, how to mend it.
+"""Format error messages: a summary, then where, expected, found and fix.
 
-Imports the standard library alone, so that the launcher and the command line can use it without
-loading torch.
+Import only the standard library: the launcher and command line must not load torch.
 """
 
 from __future__ import annotations
@@ -20,6 +19,11 @@ E = TypeVar("E", bound=BaseException)
 _LABELS = ("where", "expected", "found", "fix")
 _WIDTH = len("expected:") + 1
 _MOST_TEXTS = 50
+
+UNUSABLE_GROUP = (
+    "this group can no longer be used: create a new one with new_group(), or re-initialize"
+)
+"""The end of the ``fix`` of an error after which every later call on its group fails."""
 
 
 def explain(
@@ -48,7 +52,7 @@ def explain(
 
 
 def fields_among(values: Mapping[str, object]) -> dict[str, str]:
-    """Return those of ``explain``'s fields that ``values`` names, as texts.
+    """Return the fields of ``explain`` that ``values`` contains, as texts.
 
     Example:
         >>> fields_among({"fix": "start 8 ranks", "found": None, "more": 1})
@@ -58,7 +62,7 @@ def fields_among(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; the name of its class where it has none.
+    """Return the first line of an error's text, or its class name if empty.
 
     Example:
         >>> first_line(RuntimeError("no store\\n  at store.cpp:7")), first_line(RuntimeError())
@@ -69,11 +73,10 @@ def first_line(error: BaseException) -> str:
 
 
 class ExplainedError(Exception):
-    """An error whose text is ``explain``'s, and whose fields are attributes too.
+    """An error formatted by ``explain``, with the fields as attributes.
 
     Args:
         summary: what happened, in one line.
-        where, expected, found, fix: as for ``explain``.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class ExplainedError(Exception):
         self.fix = fix
 
     def add_fix(self, fix: str) -> None:
-        """Put a way to mend it that fits more closely before ``fix``, unless it is there."""
+        """Insert a more specific fix before ``self.fix``, unless it is included."""
         if fix not in (self.fix or ""):
             self.fix = "; else ".join(filter(None, (fix, self.fix)))
             fields = {name: getattr(self, name) for name in _LABELS}
@@ -108,7 +111,7 @@ class ExplainedError(Exception):
 
 
 def without_frames(error: E) -> E:
-    """Return a copy of ``error`` that does not hold the frames that it went through."""
+    """Return a copy of ``error`` without its traceback."""
     try:
         bare = copy.copy(error)
     except Exception:  # it cannot be copied
@@ -118,7 +121,7 @@ def without_frames(error: E) -> E:
 
 
 def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> str:
-    """Return the first of some texts, and how many more there are.
+    """Return the first texts, and the number of omitted texts.
 
     Example:
         >>> first_texts(["a", "b", "c"], ", ", most=2)
@@ -129,7 +132,7 @@ def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> s
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return short words for ranks, in the order given, runs joined.
+    """Return a short text for ranks in order, with ranges.
 
     Example:
         >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
@@ -147,7 +150,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def grouped_text(texts: Iterable[tuple[int, str]], separator: str = "\n") -> str:
-    """Return the text of each rank, ranks with equal texts together; of 50 different texts at most.
+    """Return each rank's text, grouped by equal texts, at most 50 of them.
 
     Example:
         >>> print(grouped_text([(0, "float32"), (1, "float32"), (2, "int64"), (3, "float32")]))

@@ -1,8 +1,7 @@
-"""Every exception that a program can see.
+"""Define every exception that meshdist raises.
 
-Each derives from ``MeshdistError`` and from the class of torch or the builtin that a program
-written for torch.distributed would catch in its place. The text follows one form (see
-``error_text``), and its fields are attributes, so that a handler need not parse it.
+Each derives from ``MeshdistError`` and from the torch or builtin class that torch programs catch.
+All texts have the same form (``error_text``), and their fields are attributes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .error_text import ExplainedError
 
 __all__ = [
     "AbortedError",
-    "AgreementError",
+    "MismatchError",
     "ArgumentError",
     "AxisError",
     "AxisTypeError",
@@ -49,7 +48,7 @@ __all__ = [
     "MeshAttributeError",
     "MeshError",
     "MeshdistError",
-    "NestedVerbError",
+    "NestedCollectiveError",
     "NotInGroupError",
     "NotInitializedError",
     "PatternError",
@@ -75,11 +74,11 @@ def __dir__() -> list[str]:
 
 
 class MeshdistError(ExplainedError):
-    """The base of all: a summary, and the fields ``where``, ``expected``, ``found``, ``fix``."""
+    """Base class of all errors, with fields ``where``, ``expected``, ``found`` and ``fix``."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows: without our frames and torch's but at DETAIL."""
-        # IPython asks an exception that has this method; by itself it always shows the last frame.
+        """Return the traceback for IPython, without meshdist's and torch's frames below DETAIL."""
+        # IPython calls this method if it exists; otherwise it always shows the last frame.
         from IPython import get_ipython  # type: ignore[import-not-found, unused-ignore]
 
         frames = []
@@ -98,47 +97,47 @@ class MeshdistError(ExplainedError):
 
 
 class ArgumentError(MeshdistError, ValueError, RuntimeError):
-    """An argument has a value that the call cannot serve; nothing was sent."""
+    """An argument has an unsupported value; nothing was sent."""
 
 
 class KindError(ArgumentError, TypeError):
-    """An argument has the wrong type; nothing was sent."""
+    """An argument has the wrong type."""
 
 
 class GroupKindError(KindError, AttributeError, KeyError):
-    """The argument ``group`` is no group; nothing was sent."""
+    """The argument ``group`` is not a process group."""
 
 
 class LengthError(ArgumentError, IndexError, TypeError):
-    """A list has another length than the call needs; nothing was sent."""
+    """A list has the wrong length."""
 
 
 class PicklingError(KindError, pickle.PicklingError, AttributeError):
-    """An object cannot be pickled; nothing was sent."""
+    """An object cannot be pickled."""
 
 
 class ShapeError(ArgumentError, IndexError):
-    """A tensor's shape does not fit the call or the group."""
+    """The call or the group does not support a tensor's shape."""
 
 
 class DtypeError(ArgumentError, TypeError):
-    """A tensor's dtype does not fit the call, the reduction or the wire."""
+    """The call, the reduction or the backend does not support a tensor's dtype."""
 
 
 class MeshError(ArgumentError):
-    """A mesh cannot be made, changed or asked as the call wants."""
+    """A mesh cannot be created or changed, or does not support the call."""
 
 
 class MeshAttributeError(MeshError, AttributeError):
-    """A mesh has no such attribute, but torch's DeviceMesh has; nothing was sent."""
+    """An attribute exists only in torch's DeviceMesh."""
 
 
 class PatternError(ArgumentError):
-    """A text is no pattern, or a pattern does not fit the call; nothing was sent.
+    """A pattern is invalid, or does not match the call.
 
     Attributes:
         text: the pattern.
-        column: where in it, from 0; its length where something is missing at its end.
+        column: the position of the error, from 0; the length of ``text`` if its end is missing.
     """
 
     text: str = ""
@@ -146,49 +145,49 @@ class PatternError(ArgumentError):
 
 
 class AxisError(MeshError, KeyError, IndexError, TypeError):
-    """A mesh has no such axis, or an axis is named twice.
+    """A mesh has no such axis, or an axis is given twice.
 
     Attributes:
-        axis: the name that the mesh does not have; "" where something else is wrong.
+        axis: the name that the mesh does not have; "" for other errors.
     """
 
     axis: str = ""
 
 
 class NotInGroupError(ArgumentError, KeyError, IndexError):
-    """This rank is no member of the group or mesh that the call names."""
+    """This rank is not in the group or mesh."""
 
 
 class GroupClosedError(ArgumentError):
-    """The group, mesh or world was closed before."""
+    """The group, mesh or world is already closed."""
 
 
 class NotInitializedError(MeshdistError, ValueError, RuntimeError):
-    """The call needs a world, and none is there."""
+    """The call requires an initialized world."""
 
 
 class WorldError(MeshdistError, ValueError, RuntimeError):
-    """The world is there already, belongs to another process, or cannot be used so."""
+    """The world is already initialized, belongs to another process, or rejects the call."""
 
 
 class RendezvousError(MeshdistError, DistNetworkError, ValueError):
-    """The ranks did not find each other: variables, address, file or a missing rank."""
+    """Rendezvous failed: wrong environment variables, address or file, or a missing rank."""
 
 
 class StoreError(MeshdistError, DistStoreError):
-    """The store was lost, closed, or did not answer in time."""
+    """The store is lost or closed, or did not respond in time."""
 
 
 class BackendError(MeshdistError, DistBackendError):
-    """A wire failed, is missing, or cannot do what was asked."""
+    """A backend failed, is not available, or does not support the call."""
 
 
-class AgreementError(BackendError, ValueError):
-    """Members of one group called with different definitions; all of them raise it."""
+class MismatchError(BackendError, ValueError):
+    """Ranks of a group made mismatched calls; every rank of the group raises it."""
 
 
 class CollectiveTimeoutError(BackendError, TimeoutError):
-    """A verb, an opening or a rendezvous waited longer than its timeout."""
+    """A collective, connection setup or rendezvous exceeded its timeout."""
 
 
 class AbortedError(BackendError):
@@ -196,15 +195,15 @@ class AbortedError(BackendError):
 
 
 class JoinError(MeshdistError, RuntimeError):
-    """A rank called a collective that ranks which ran out of data do not make."""
+    """A rank called a collective that ranks out of data cannot shadow (``Join``)."""
 
 
-class NestedVerbError(MeshdistError, RuntimeError):
-    """A verb was called inside another, as by a signal's handler; nothing was sent."""
+class NestedCollectiveError(MeshdistError, RuntimeError):
+    """A collective was called inside another, as by a signal handler; nothing was sent."""
 
 
 class RankFailedError(MeshdistError, RuntimeError):
-    """A rank that this program started raised; the cause is its exception.
+    """A rank that this program started raised the exception that caused this error.
 
     Attributes:
         rank: the first rank that failed.
@@ -214,24 +213,24 @@ class RankFailedError(MeshdistError, RuntimeError):
 
 
 class DeadlockError(BackendError):
-    """No simulated rank can go on; the text says what each waits for."""
+    """All simulated ranks wait; the text lists the call of each rank."""
 
 
 class GradientError(MeshdistError, RuntimeError):
-    """A gradient was asked of a verb that has none."""
+    """A gradient does not exist or differs between ranks."""
 
 
 class UnequalError(MeshdistError, AssertionError):
-    """Values that should be equal along an axis are not; every rank along it raises."""
+    """Values that must be equal along an axis differ; every rank along the axis raises it."""
 
 
 class CheckpointError(MeshdistError, OSError):
-    """A checkpoint cannot be written or read; all ranks raise it, and the files are as before."""
+    """A checkpoint cannot be written or read; all ranks raise it, and no file has changed."""
 
 
 class AxisTypeError(MeshdistError, TypeError):
-    """Kinds of values over mesh axes do not fit, mostly in ``md.typed``; nothing was sent."""
+    """An operation does not support the axis types of its operands; nothing was sent."""
 
 
 class VaryingNumberWarning(UserWarning):
-    """Inside ``md.typed``: a number that differs between ranks was read from a tensor."""
+    """A number that differs between ranks was read from a tensor inside ``md.typed``."""

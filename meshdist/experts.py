@@ -1,19 +1,19 @@
-"""Experts along a mesh axis: tokens travel to the experts that a router chose, and rows back.
+"""Send tokens to the experts of a mixture along a mesh axis, and combine the results.
 
-    verb      from -> to   backward
-    dispatch  V -> V       combine without weights
-    combine   V -> V       dispatch of the gradient, times the weights
+    collective   from -> to   backward
+    dispatch     V -> V       combine without weights
+    combine      V -> V       dispatch of the gradient, times the weights
 
-Nothing is dropped and nothing is padded: each expert gets as many rows as chose it. The forward of
-a layer is three exchanges, a small one of counts and one of rows each way; its backward is two. A
-router, its losses, a capacity (-1 drops an entry) and shared experts are the program's.
+Nothing is dropped or padded: each expert gets a row per token that selects it. A layer's forward
+exchanges counts once and rows twice, its backward rows twice. Router, losses, capacity (-1 drops an
+entry) and shared experts belong to your model.
 
-Drawn case: 3 experts over 2 ranks, the first rank has experts 0 and 1. Each token chose 2 experts.
+Worked example: 3 experts on 2 ranks; rank 0 has experts 0 and 1. Each token selects 2 experts.
 
                  rank 0                 rank 1
     tokens       a        b             c        d
     experts      [0, 2]   [1, 0]        [2, -1]  [0, 1]
-    entries by expert, which lie together for each rank:
+    entries by expert, grouped by rank:
                  a0 b0 b1 | a2          d0 d1 | c2
     arrived      a0 b0 b1 | d0 d1       a2 | c2
     rows         a0 b0 d0  b1 d1        a2 c2
@@ -39,23 +39,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from .arguments import get_whole_number
+from .arguments import get_integer
 from .arrays import as_tensor, describe, like, shape_text
-from .checking.program import one_frame
-from .collectives.prepare import run_titled
+from .checking.call_sites import one_frame
+from .collectives.normalize_args import run_named
 from .collectives.torch_private import HiddenFromModes, call_function, outside_transforms
 from .dtypes import dtype_name
 from .error_text import grouped_text
 from .errors import ArgumentError, DtypeError, KindError, ShapeError
+from .functional.data_movement import exchange_rows
 from .functional.linear_function import LinearFunction
-from .functional.moving import exchange_rows
 from .groups.process_group import ProcessGroup, resolve_group
 from .lax.axes import AxisName, get_axes
 from .mesh.device_mesh import DeviceMesh
 from .mesh.placement import balanced_boundaries
 from .runtime.memory import new_like
-from .typed_contexts.context import mark
-from .typed_contexts.verb_calls import find_typed_verb
+from .typed_mode.collective_calls import find_typed_operation
+from .typed_mode.context import mark
 
 __all__ = ["Route", "combine", "dispatch"]
 
@@ -64,22 +64,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The way that the rows of one ``dispatch`` took, which ``combine`` takes back.
+    """The route of the rows of a ``dispatch``, which ``combine`` reverses.
 
     Attributes:
-        counts: the number of rows of each expert of this rank, in the order of the experts: int64,
-            in the library and on the device of the tokens. ``counts.cumsum(0)`` are the ends of
-            their blocks, which ``torch.nn.functional.grouped_mm`` takes as ``offs`` (in int32).
+        counts: rows per expert of this rank, in order; int64, in the library and on the device of
+            the tokens. ``counts.cumsum(0)`` in int32 is the ``offs`` argument of
+            ``torch.nn.functional.grouped_mm``.
     """
 
     counts: Any
     _axes: DeviceMesh = field(repr=False)
-    _shape: tuple[int, int] = field(repr=False)  # of the experts that were given: n, k
-    _entries: torch.Tensor = field(repr=False)  # the places in it of the rows sent, in their order
-    _by_expert: torch.Tensor = field(repr=False)  # for each row, its place among those arrived
-    _sent: tuple[int, ...] = field(repr=False)  # how many rows went to each rank
-    _taken: tuple[int, ...] = field(repr=False)  # how many came from each rank
-    _empty: torch.Tensor | None = field(repr=False)  # the rows, where there are none
+    _shape: tuple[int, int] = field(repr=False)  # of the experts argument: n, k
+    _entries: torch.Tensor = field(repr=False)  # its indices of the sent rows, in order
+    _by_expert: torch.Tensor = field(repr=False)  # the index of each row among received rows
+    _sent: tuple[int, ...] = field(repr=False)  # rows sent to each rank
+    _taken: tuple[int, ...] = field(repr=False)  # rows received from each rank
+    _empty: torch.Tensor | None = field(repr=False)  # the rows, if this rank received none
 
 
 @one_frame
@@ -91,35 +91,35 @@ def dispatch(
     *,
     mesh: DeviceMesh | None = None,
 ) -> tuple[T, Route]:
-    """Every rank holds the tokens of all ranks that chose one of its experts, expert after expert.
+    """Send each token to the ranks of its experts; return the received rows, sorted by expert.
 
-    Varying -> varying. The experts lie in contiguous blocks along ``axis_name``, by the balanced
-    rule: of 5 experts on 2 ranks the first has 3. A rank may have none.
+    Varying -> varying. Each rank along ``axis_name`` has a contiguous, balanced block of experts:
+    of 5 experts on 2 ranks, rank 0 has 3. A rank may have none.
 
     Args:
-        tokens: this rank's array, shape [n, ...], any dtype; n may differ between ranks.
-        experts: which experts each token goes to, whole numbers of shape [n, k]; -1 sends nothing:
-            an entry that is dropped, or padding. A token may name an expert twice.
-        num_experts: how many experts all ranks have together, equal on every rank.
+        tokens: an array of shape [n, ...] and any dtype; n may differ between ranks.
+        experts: the experts of each token, integers of shape [n, k]. -1 sends nothing (a dropped
+            entry, or padding). A token may select an expert twice.
+        num_experts: the total number of experts, equal on every rank.
         axis_name, mesh: as for ``lax.psum``.
 
     Returns:
-        The rows of this rank's experts, shape [rows, ...] and dtype as ``tokens``, fresh memory:
-        expert after expert, in each by sender and token. And the ``Route``, whose ``counts`` say
-        how many rows each expert has.
+        The rows of this rank's experts, shape [rows, ...] and dtype as ``tokens``, in new memory,
+        sorted by expert, then sender, then token; and the ``Route``, with the rows per expert as
+        ``counts``.
 
     Gradient:
-        ``combine`` without weights: a token gets the sum of the gradients of its rows.
+        ``combine`` without weights: a token gets the sum of its rows' gradients.
 
     Cost:
-        One small all-to-all, of 2 p + num_experts int64 a rank, and one of the rows: n k tokens.
+        An all-to-all of 2 p + num_experts int64 per rank, and an all-to-all of n k rows.
 
     Raises:
         AxisError, MeshError, NotInGroupError: as for ``lax.psum``.
-        KindError, DtypeError: ``tokens`` or ``experts`` are no arrays; ``experts`` or
-        ``num_experts`` no whole numbers. ShapeError: their lengths differ.
-        ArgumentError, on every rank: an expert outside -1 to num_experts - 1 on any of them.
-        AgreementError, on every rank: another ``num_experts``, dtype or shape of tokens on any.
+        KindError, DtypeError: ``tokens`` or ``experts`` is not an array; ``experts`` or
+            ``num_experts`` is not of integers. ShapeError: their lengths differ.
+        ArgumentError: an expert outside -1 to num_experts - 1 on any rank; on every rank.
+        MismatchError: ``num_experts``, dtype or shape of tokens differ; on every rank.
 
     Example:
         >>> import torch, meshdist as md
@@ -137,7 +137,7 @@ def dispatch(
         without a capacity as in Gale et al., "MegaBlocks" (arXiv:2211.15841).
     """
     axes = get_axes("experts.dispatch", axis_name, mesh)
-    typed = find_typed_verb("experts.dispatch", axes)
+    typed = find_typed_operation("experts.dispatch", axes)
     if typed is None:
         return _dispatch(tokens, experts, axes, num_experts)
     (x, chosen), text = typed.joined(tokens, experts)
@@ -149,34 +149,32 @@ def dispatch(
 
 @one_frame
 def combine(rows: T, route: Route, weights: Any = None) -> T:
-    """Every rank holds, at each of its tokens, the sum of the rows that came of it.
+    """Send rows back to their tokens; return the weighted sum of each token's rows.
 
-    Varying -> varying. It turns ``dispatch`` round.
+    Varying -> varying. It reverses ``dispatch``.
 
     Args:
-        rows: this rank's array, a row for each that ``dispatch`` returned, in that order: shape
-            [rows, ...], of any width.
-        route: what ``dispatch`` returned beside them.
-        weights: shape [n, k] as the experts had, what each row is multiplied by; None for 1. Those
-            of entries that sent nothing (-1) are not read.
+        rows: one row, of any width, for each that ``dispatch`` returned, in order.
+        route: the ``Route`` that ``dispatch`` returned.
+        weights: the factor of each row, of shape [n, k] like the experts, ignored for entries that
+            sent nothing (-1); None for 1.
 
     Returns:
-        An array of shape [n, ...], fresh memory: at token i the sum over j of weights[i, j] times
-        the row of entry j; zeros where it sent nothing. The dtype of a product of both.
+        An array of shape [n, ...], in new memory: for token i the sum over j of weights[i, j] times
+        the row of entry j, or zeros if it sent nothing; in the dtype of the product.
 
     Gradient:
-        ``rows`` get what ``dispatch`` would send of the gradient, times the weights; ``weights``
-        the inner product of gradient and row, zero where nothing was sent. All ranks take part, as
-        in every verb: rows must require a gradient on all of them or on none, also where a rank has
-        no experts, and none of their parameters.
+        ``rows`` get the dispatched gradient times the weights; ``weights`` get the inner product of
+        gradient and row, zero if nothing was sent. As in every collective, rows must require a
+        gradient on all ranks or on none, also without experts.
 
     Cost:
-        One all-to-all of the rows; the same in the backward.
+        An all-to-all of the rows, also in the backward.
 
     Raises:
-        KindError: ``route`` is none. ShapeError: another number of rows than ``dispatch`` gave,
-        weights of another shape. GroupClosedError, MeshError: the route is of a mesh that has
-        ended, or of another rank. AgreementError, on every rank: rows of another dtype or shape.
+        KindError: ``route`` is not a Route. ShapeError: a wrong number of rows or shape of weights.
+        GroupClosedError, MeshError: the mesh of the route is closed, or of another rank.
+        MismatchError: dtype or shape of rows differ between ranks; on every rank.
 
     Example:
         >>> import torch, meshdist as md
@@ -190,15 +188,15 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
         [[10.0, 10.0], [110.0, 60.0]]
 
     Source:
-        That of ``dispatch``.
+        As ``dispatch``.
     """
     if not isinstance(route, Route):
         raise KindError(
-            "experts.combine: route must be what experts.dispatch returned beside the rows",
+            "experts.combine: route must be the Route that experts.dispatch returned",
             found=f"{route!r}, a {type(route).__name__}",
-            fix="rows, route = experts.dispatch(...), then experts.combine(rows, route, weights)",
+            fix="call rows, route = experts.dispatch(...), then experts.combine(rows, route)",
         )
-    typed = find_typed_verb("experts.combine", route._axes)
+    typed = find_typed_operation("experts.combine", route._axes)
     result: T
     if typed is None:
         result = _combine(rows, route, weights)
@@ -211,19 +209,19 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
 
 
 def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> tuple[Any, Route]:
-    """Send rows to their experts' ranks; return those that come, by expert, and the route back."""
-    x = as_tensor(tokens, argument="tokens", verb="experts.dispatch", writable=False)
-    chosen = as_tensor(experts, argument="experts", verb="experts.dispatch", writable=False)
-    num_experts = get_whole_number(num_experts, "experts.dispatch: num_experts", 1)
+    """Send rows to their experts; return the received rows by expert, and the route."""
+    x = as_tensor(tokens, argument="tokens", operation="experts.dispatch", writable=False)
+    chosen = as_tensor(experts, argument="experts", operation="experts.dispatch", writable=False)
+    num_experts = get_integer(num_experts, "experts.dispatch: num_experts", 1)
     group = resolve_group(axes)
     _check_here(x, chosen, group)
-    title = f"experts.dispatch(num_experts={num_experts}, {_row_text(x)})"
+    op_name = f"experts.dispatch(num_experts={num_experts}, {_row_text(x)})"
     with outside_transforms():
         flat = chosen.detach().flatten().to(x.device, torch.int64)
-        sent, theirs = _exchange_counts(flat, num_experts, group, title)
+        sent, theirs = _exchange_counts(flat, num_experts, group, op_name)
         dropped = len(flat) - sum(sent)
-        entries = flat.argsort(stable=True)[dropped:]  # -1 stands before all experts
-        # What has come lies by sender, in each by expert: the experts 0 1 0 1 of two senders.
+        entries = flat.argsort(stable=True)[dropped:]  # -1 sorts before all experts
+        # Received rows are sorted by sender, then by expert: experts 0 1 0 1 of two senders.
         of_rows = (
             torch.arange(theirs.shape[1], device="cpu")
             .repeat(len(theirs))
@@ -232,7 +230,7 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
         by_expert = of_rows.argsort(stable=True).to(x.device)
     taken = tuple(theirs.sum(1).tolist())
     rows = call_function(_Taken, x, entries // chosen.shape[1], len(x))
-    rows = exchange_rows(rows, group, sent, taken, title)
+    rows = exchange_rows(rows, group, sent, taken, op_name)
     rows = call_function(_Taken, rows, by_expert, len(rows))
     route = Route(
         counts=like(theirs.sum(0).to(x.device), tokens),
@@ -248,41 +246,40 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
 
 
 def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise unless this rank's ``chosen`` experts fit its tokens ``x``."""
     where = f"rank {group.world.rank}, {group.name}"
     is_whole = not (chosen.is_floating_point() or chosen.is_complex())
     if not is_whole or chosen.dtype == torch.bool:
         raise DtypeError(
-            "experts.dispatch: experts must be whole numbers",
+            "experts.dispatch: experts must be integers",
             where=where,
             found=f"experts {describe(chosen)}",
-            fix="pass the indices that topk returns beside the weights: scores.topk(k).indices",
+            fix="pass the indices that topk returns: scores.topk(k).indices",
         )
     if chosen.dim() != 2 or x.shape[:1] != chosen.shape[:1]:
         raise ShapeError(
-            "experts.dispatch: each token must have its row of experts",
+            "experts.dispatch: experts must have one row per token",
             where=where,
             expected="tokens of shape (n, ...) and experts of shape (n, k)",
             found=f"tokens {describe(x)}; experts {describe(chosen)}",
-            fix="experts.unsqueeze(1), where each token goes to a single expert"
+            fix="pass experts.unsqueeze(1) if each token goes to a single expert"
             if chosen.dim() == 1
-            else "give experts a row for each token, as scores.topk(k).indices has",
+            else "pass one row of experts for each token, for example scores.topk(k).indices",
         )
 
 
 def _exchange_counts(
-    flat: torch.Tensor, num_experts: int, group: ProcessGroup, title: str
+    flat: torch.Tensor, num_experts: int, group: ProcessGroup, op_name: str
 ) -> tuple[tuple[int, ...], torch.Tensor]:
-    """Return the number of rows sent to each member, and of those that come from each, by expert.
+    """Return the rows sent to each rank, and received from each rank by expert.
 
     Args:
         flat: the expert of each row; -1 for a row that is not sent.
 
     Raises:
-        ArgumentError: a member's entries name an expert that is not there; on every member.
+        ArgumentError: an expert of any rank does not exist; on every rank.
     """
-    # To each member go the lowest and the highest expert that is named, then a count for each of
-    # its experts. So all members know what is wrong on any of them, also those without experts.
+    # Send each rank the lowest and highest selected expert, then a count for each of its experts,
+    # so that every rank, also one without experts, detects errors of any rank.
     size = group.size()
     bounds = balanced_boundaries(num_experts, (size,))
     lowest, highest = (int(end) for end in flat.aminmax()) if len(flat) else (-1, -1)
@@ -296,64 +293,63 @@ def _exchange_counts(
     device = group.first_device_type()
     mine, theirs = mine.to(device), theirs.to(device)
     splits = [num_own] * size, [2 + len(block) for block in blocks]
-    run_titled("all_to_all_single", group, title, theirs, mine, *splits)
+    run_named("all_to_all_single", group, op_name, theirs, mine, *splits)
     theirs = theirs.cpu().view(size, num_own)
     ranges = dict(zip(group.ranks, theirs[:, :2].tolist(), strict=True))
     wrong = {rank: ends for rank, ends in ranges.items() if ends[0] < -1 or ends[1] >= num_experts}
     if wrong:
         raise ArgumentError(
-            f"experts.dispatch over {group.name}: there are no such experts",
-            expected=f"experts from 0 to {num_experts - 1}, and -1 for what is not sent",
+            f"experts.dispatch over {group.name} got experts that do not exist",
+            expected=f"experts from 0 to {num_experts - 1}, and -1 for an entry that is not sent",
             found=grouped_text(
                 (rank, f"from {low} to {high}") for rank, (low, high) in wrong.items()
             ),
-            fix="number experts from 0, give num_experts as the count of those on all ranks "
-            "together, and -1 for an entry that is dropped",
+            fix="number the experts from 0, pass the number of experts on all ranks together as "
+            "num_experts, and use -1 for an entry that is dropped",
         )
     return tuple(map(sum, blocks)), theirs[:, 2:]
 
 
 def _combine(rows: Any, route: Route, weights: Any) -> Any:
-    """Send rows back along ``route``, and return their weighted sum for each token."""
-    y = as_tensor(rows, argument="rows", verb="experts.combine", writable=False)
+    """Send rows back along ``route``; return their weighted sum for each token."""
+    y = as_tensor(rows, argument="rows", operation="experts.combine", writable=False)
     group = resolve_group(route._axes)
     num_rows = sum(route._taken)
     if y.shape[:1] != (num_rows,):
         raise ShapeError(
-            "experts.combine: rows must be as many as experts.dispatch gave, in their order",
+            "experts.combine: rows must correspond to the rows that experts.dispatch returned",
             where=f"rank {group.world.rank}, {group.name}",
             expected=f"shape ({num_rows}, ...)",
             found=describe(y),
-            fix="pass a row for each that experts.dispatch returned with this route; what shall "
-            "not count gets the weight 0",
+            fix="pass one row for each row that experts.dispatch returned with this route, in the "
+            "same order; to exclude a row, set its weight to 0",
         )
     factors = None
     if weights is not None:
-        scale = as_tensor(weights, argument="weights", verb="experts.combine", writable=False)
+        scale = as_tensor(weights, argument="weights", operation="experts.combine", writable=False)
         if scale.shape != route._shape:
             raise ShapeError(
                 "experts.combine: weights must have the shape of the experts",
                 where=f"rank {group.world.rank}, {group.name}",
                 expected=f"shape {route._shape}",
                 found=describe(scale),
-                fix="pass the values that topk returns beside the experts: "
-                "weights, experts = scores.topk(k)",
+                fix="pass the values of the same topk call: weights, experts = scores.topk(k)",
             )
         factors = scale.flatten().index_select(0, route._entries).view(-1, *[1] * (y.dim() - 1))
     if route._empty is not None:
-        # What is computed of no rows may not depend on them, as on a rank without experts. Its
-        # backward must come to both exchanges all the same, since the others wait there.
+        # On a rank without experts the result may not depend on the empty rows. Its backward must
+        # still reach both exchanges, because the other ranks wait there.
         y = y + route._empty.sum().to(y.dtype)
-    title = f"experts.combine({_row_text(y)})"
+    op_name = f"experts.combine({_row_text(y)})"
     y = call_function(_Added, y, route._by_expert, num_rows)
-    y = exchange_rows(y, group, route._taken, route._sent, title)
+    y = exchange_rows(y, group, route._taken, route._sent, op_name)
     y = y if factors is None else y * factors
     num_tokens, num_chosen = route._shape
     return like(call_function(_Added, y, route._entries // num_chosen, num_tokens), rows)
 
 
 class _Taken(LinearFunction):
-    """Autograd function that takes rows at given places; backward adds them up there."""
+    """Autograd function that selects rows by index; backward adds them at these indices."""
 
     takes_blocks = gives_blocks = True
 
@@ -368,7 +364,7 @@ class _Taken(LinearFunction):
 
 
 class _Added(LinearFunction):
-    """Autograd function that adds rows to zeros at ``places``; backward takes rows from there."""
+    """Autograd function that adds rows to zeros at ``places``; backward selects them."""
 
     takes_blocks = gives_blocks = True
 
@@ -382,5 +378,4 @@ class _Added(LinearFunction):
 
 
 def _row_text(x: torch.Tensor) -> str:
-    """Return the shape and dtype of a row of ``x`` as text."""
     return f"rows of {shape_text(x.shape[1:])}, {dtype_name(x.dtype)}"

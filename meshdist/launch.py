@@ -1,4 +1,4 @@
-"""``python -m meshdist.launch``: starts a program with the flags of torch.distributed.launch."""
+"""Start a program with the flags of torch.distributed.launch: ``python -m meshdist.launch``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .error_text import explain
 _PROGRAM = "python -m meshdist.launch"
 _USAGE = f"{_PROGRAM} [--nproc-per-node N] [options] script.py ...   (or: -m module ...)"
 _EPILOG = """\
-The script is handed --local-rank=N before its own arguments, unless --use-env is given; LOCAL_RANK
-stands in the environment either way. `meshdist run` does the same as --use-env.
+The script gets --local-rank=N as its first argument, unless you pass --use-env. LOCAL_RANK is set
+in the environment in both cases. `meshdist run` behaves as with --use-env.
 """
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--use-env",
         "--use_env",
         action="store_true",
-        help="tell the local rank by LOCAL_RANK alone, not by an argument",
+        help="pass the local rank only as LOCAL_RANK, not as an argument",
     )
     for value in (True, False):
         spellings = (
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _PROGRAM,
             explain(
                 "--no-python needs --use-env",
-                expected="a program that reads LOCAL_RANK: it is not handed --local-rank",
+                expected="a program that reads LOCAL_RANK, since it gets no --local-rank",
                 fix="add --use-env",
             ),
         )

@@ -1,7 +1,7 @@
-"""Public names that a module loads from their homes at their first touch.
+"""Load a module's public names on first use.
 
-The module's stub (``.pyi``) is the only table of them, which type checkers read as well: each of
-its imports names a home, a module of this package, and the names that come from it.
+The module's stub (``.pyi``) imports each name from a module of this package; type checkers read the
+same stub.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from types import FunctionType
 
-__all__ = ["LazyNames", "refuse_absent"]
+__all__ = ["LazyNames", "reject_absent"]
 
 _PACKAGE = __name__.rpartition(".")[0]
 _FOLDER = __file__.removesuffix("lazy_names.py")
@@ -19,13 +19,13 @@ _DOORS = (_PACKAGE, f"{_PACKAGE}.distributed", f"{_PACKAGE}.lax")
 
 
 class LazyNames:
-    """The names that a module's stub imports, loaded from the package at first use."""
+    """The names that a module's stub imports, loaded at first use."""
 
     def __init__(self, module: str, file: str) -> None:
         """Read the stub of ``module``: its ``file`` with "i" appended."""
         self._module = module
         self._homes: dict[str, str] = {}
-        self._other_door = ""
+        self._other_listener = ""
         self.listed: list[str] = []  # what dir() of the module gives
         with open(f"{file}i", encoding="utf-8") as stub:
             lines = ast.parse(stub.read()).body
@@ -33,30 +33,30 @@ class LazyNames:
             if not isinstance(line, ast.ImportFrom):
                 continue
             names = [alias.name for alias in line.names]
-            if names == ["*"]:  # all of another door; names behind this line are not listed
-                self._other_door = f"{_PACKAGE}.{line.module}"
+            if names == ["*"]:  # all of another stub; later names are not listed
+                self._other_listener = f"{_PACKAGE}.{line.module}"
                 continue
             self._homes.update(dict.fromkeys(names, line.module or ""))
-            if not self._other_door:
+            if not self._other_listener:
                 self.listed += names
 
     def load(self, name: str) -> object:
         """Return the object ``name``, and set it as the module's attribute."""
         if name not in self._homes:
-            found = self._from_other_door(name)
+            found = self._from_other_listener(name)
         elif home := self._homes[name]:
             found = getattr(import_module(f"{_PACKAGE}.{home}"), name)
         else:
             found = import_module(f"{_PACKAGE}.{name}")
-        if "torch" in sys.modules:  # there may be groups, which have the verbs as methods
+        if "torch" in sys.modules:  # there may be groups, which have the collectives as methods
             import_module(".collectives", _PACKAGE)
             if isinstance(found, FunctionType) and _FOLDER in found.__code__.co_filename:
-                import_module(".runtime.untraced", _PACKAGE).untraced(found)
+                import_module(".runtime.graph_breaks", _PACKAGE).untraced(found)
         setattr(sys.modules[self._module], name, found)
         return found
 
-    def _from_other_door(self, name: str) -> object:
-        if self._other_door and name in dir(other := import_module(self._other_door)):
+    def _from_other_listener(self, name: str) -> object:
+        if self._other_listener and name in dir(other := import_module(self._other_listener)):
             return getattr(other, name)
         text = _text_of_absent(self._module, name)
         raise AttributeError(
@@ -66,10 +66,10 @@ class LazyNames:
         )
 
 
-def refuse_absent(name: str, *_path_and_target: object) -> None:
+def reject_absent(name: str, *_path_and_target: object) -> None:
     """Raise ImportError with a hint if the package lacks ``name``; as a finder, find nothing."""
-    # `from meshdist import FSDP` puts aside what __getattr__ raises, and tries the import of
-    # meshdist.FSDP. Of that it puts a ModuleNotFoundError aside, so a finder has to raise.
+    # `from meshdist import FSDP` ignores the error of __getattr__ and tries to import
+    # meshdist.FSDP. It also ignores a ModuleNotFoundError of that import, so a finder has to raise.
     module, _, last = name.rpartition(".")
     if module in _DOORS and (text := _text_of_absent(module, last)) is not None:
         raise ImportError(text, name=name)

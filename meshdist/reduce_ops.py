@@ -1,4 +1,4 @@
-"""The reductions, under torch's names, and the factor of PREMUL_SUM."""
+"""Define the reductions, under torch's names, and the factor of PREMUL_SUM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ReduceKind: TypeAlias = TorchReduceOp.RedOpType
 """A plain reduction: ``ReduceOp.SUM`` and its like."""
 
 Reduction: TypeAlias = "ReduceKind | TorchReduceOp"
-"""The argument ``op`` of a verb: a plain reduction, or what ``ReduceOp.premul_sum`` makes."""
+"""The argument ``op`` of a collective: a plain reduction or from ``ReduceOp.premul_sum``."""
 
 Factor: TypeAlias = "float | complex | torch.Tensor"
 """The factor of PREMUL_SUM: a number, or a 0-dim tensor on its device."""
@@ -44,9 +44,9 @@ class _Reductions(type(TorchReduceOp)):  # type: ignore[misc]
 class ReduceOp(TorchReduceOp, metaclass=_Reductions):
     """torch's reductions: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR; and PREMUL_SUM.
 
-    They are torch's own values. AVG is not for bool; MIN, MAX and PRODUCT are not for complex
-    dtypes; BAND, BOR and BXOR are for integers and bool. On bool, SUM and MAX are or, PRODUCT and
-    MIN are and. Sums of integers wrap; AVG divides theirs and rounds toward zero.
+    They are torch's values. AVG is not for bool; MIN, MAX and PRODUCT are not for complex dtypes;
+    BAND, BOR and BXOR are for integers and bool. On bool, SUM and MAX are or, PRODUCT and MIN are
+    and. Sums of integers wrap; AVG divides theirs and rounds toward zero.
 
     Example:
         >>> ReduceOp.SUM is torch.distributed.ReduceOp.SUM
@@ -55,15 +55,15 @@ class ReduceOp(TorchReduceOp, metaclass=_Reductions):
 
     @staticmethod
     def premul_sum(factor: Any) -> TorchReduceOp:
-        """The reduction that multiplies each member's tensor by its own factor, then sums.
+        """Return the reduction that multiplies each rank's tensor by its factor, then sums.
 
         Args:
-            factor: a number, or a tensor or array of one element; it may differ between members.
-                Integer tensors take whole factors, bool tensors none, and only complex tensors
-                complex factors.
+            factor: a number, or a tensor or array of one element; it may differ between ranks.
+                Integer tensors need whole factors, complex factors complex tensors; bool is not
+                supported.
 
         Returns:
-            A ReduceOp for ``op=``, as torch makes it for NCCL; every wire serves it.
+            A ReduceOp for ``op=``, torch's for NCCL; every backend supports it.
 
         Raises:
             KindError: no number and no array.
@@ -86,7 +86,7 @@ _BY_NAME: dict[str, ReduceKind] = {
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
 PLAIN_OPS = tuple(_BY_NAME.values())
-"""All but PREMUL_SUM; SUM comes first."""
+"""All except PREMUL_SUM; SUM is first."""
 
 _ANY, _ALL = ReduceOp.BOR, ReduceOp.BAND
 ON_BOOL: dict[ReduceKind, ReduceKind] = {
@@ -101,7 +101,7 @@ _PREMUL_NUMBER = _PREMUL_SUM.value
 
 
 def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
-    """Return the plain reduction to do, and the factor to multiply by before it, or None.
+    """Return the plain reduction, and the factor to multiply by first, or None.
 
     Example:
         >>> split_premul(ReduceOp.premul_sum(0.5))
@@ -113,7 +113,7 @@ def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
         if op.value == _PREMUL_NUMBER:  # numbers are compared ten times as fast
             raise _no_factor()
         return op, None
-    if isinstance(op, TorchReduceOp) and not isinstance(op, type):  # the class passes for its own
+    if isinstance(op, TorchReduceOp) and not isinstance(op, type):  # not the class itself
         state: tuple[ReduceKind, Any] = op.__getstate__()  # type: ignore[assignment]
         kind, factor = state
         if kind != _PREMUL_SUM:
@@ -131,7 +131,7 @@ def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
 
 @cache
 def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
-    """Return a text of the dtypes that ``op`` reduces if ``dtype`` is none of them, else None.
+    """Return which dtypes ``op`` supports if ``dtype`` is not among them, else None.
 
     Example:
         >>> find_refusal(ReduceOp.AVG, torch.bool)
@@ -150,7 +150,7 @@ def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
 REDUCIBLE = frozenset(
     (op.value, dtype) for op in PLAIN_OPS for dtype in DTYPES if find_refusal(op, dtype) is None
 )
-"""The number of each plain reduction, with each dtype that it has a meaning for."""
+"""Each plain reduction's number, with each dtype that it supports."""
 
 
 def is_whole_mean(op: ReduceKind, dtype: torch.dtype) -> bool:
@@ -159,7 +159,7 @@ def is_whole_mean(op: ReduceKind, dtype: torch.dtype) -> bool:
 
 
 def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:
-    """Return a text of the factors that PREMUL_SUM takes if ``factor`` is none of them, else None.
+    """Return which factors PREMUL_SUM supports if ``factor`` is not among them, else None.
 
     Example:
         >>> find_factor_refusal(0.5, torch.int32)
@@ -217,7 +217,7 @@ def _no_factor() -> KindError:
 
 
 def _checked_factor(factor: Any) -> float | torch.Tensor:
-    """Return ``factor`` as a float where exact, else as a tensor; raise if it is no number."""
+    """Return ``factor`` as a float if exact, else as a tensor; or raise."""
     if isinstance(factor, torch.Tensor):
         return _one_element(factor.detach())
     is_truth = isinstance(factor, bool)
@@ -245,7 +245,7 @@ def _exact(factor: Any) -> float | torch.Tensor:
     except (OverflowError, ValueError, RuntimeError) as error:
         raise ArgumentError(
             "a factor that no dtype holds",
-            expected="a whole number of 64 bits, or a float",
+            expected="an integer of 64 bits, or a float",
             found=f"{factor}",
         ) from error
 

@@ -1,14 +1,13 @@
-"""Our wires offered to torch: after ``import meshdist.torch_backends``, torch.distributed takes
-``"shm"`` and ``"mpi"`` for backends, and torch programs run on them unchanged.
+"""Register the backends "shm" and "mpi" with torch.distributed when imported.
 
-    import torch.distributed as dist
-    import meshdist.torch_backends
+import torch.distributed as dist
+import meshdist.torch_backends
 
-    dist.init_process_group("shm")
+dist.init_process_group("shm")
 """
 
 from __future__ import annotations
 
-from .torch_process_groups.offering import offer
+from .torch_process_groups.backend_registration import offer
 
 offer()

@@ -1,13 +1,13 @@
-// All-to-all. What a member gives travels through its own slots, which it divides into a lane for each
-// member that it gives something. Widths are in proportion to lengths, so that its lanes end in about the
-// same round. All members know all lanes, since they have published what they give.
+// All-to-all. A member sends through its own slots, which it divides into a lane for each receiving member.
+// Lane widths are proportional to lengths, so that a member's lanes end in about the same round. All members
+// know all lanes, because every member publishes its sizes.
 //
-// Where all members give and take small parts of one size, these travel with the first round, which
-// publishes the sizes, and no other follows.
+// If all members exchange small parts of equal size, the parts are sent in the first round, which publishes
+// the sizes, and no other round follows.
 //
-// In the first round all members wait for all. From the second on only members that exchange something
-// wait for each other; a member whose exchanges are over skips to the call that follows (layout.h says
-// why it may).
+// In the first round all members wait for all. From the second round on, only members that exchange data wait
+// for each other; a member that has finished its exchanges skips to the next call (layout.h explains why it
+// may).
 #include <algorithm>
 
 #include "collectives.h"
@@ -122,8 +122,8 @@ void Collectives::lay_lanes() {
   for (unsigned i = 0; i < n; ++i) lay_side_by_side(&lanes_[i * n], room);
 }
 
-// Lay one member's lanes side by side; where they do not fit, let each have its share of the cache
-// lines, one at least, and take several rounds.
+// Lay a member's lanes side by side. If they do not fit, give each lane its share of the cache lines, at
+// least a single line, and take several rounds.
 void Collectives::lay_side_by_side(Lane* lanes, std::size_t room) const {
   std::size_t total = 0, spare = room / kCacheLine;
   for (unsigned j = 0; j < end_.size; ++j) {

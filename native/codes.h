@@ -1,4 +1,4 @@
-// The numbers by which Python and the core name dtypes, operations and outcomes, and the core's verbs.
+// The numbers by which Python and the core name dtypes, operations and outcomes, and the core's collectives.
 // Each list stands once: enum, names and tables are made from it.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace meshdist {
 
-// The dtypes: name in Python, bytes, and what puts their loops, and those of their order, into the
-// tables of kernels (see kernels_level.h).
+// The dtypes: name in Python, bytes, and the macro that adds their loops and orderings to the tables of
+// kernels (see kernels_level.h).
 #define MESHDIST_DTYPES(X)                                        \
   X(float64, 8, put_float<double>, put_order<double>)             \
   X(float32, 4, put_float<float>, put_order<float>)               \
@@ -32,11 +32,10 @@ namespace meshdist {
   X(float8_e5m2fnuz, 1, put_nothing, put_nothing)                 \
   X(float8_e8m0fnu, 1, put_nothing, put_nothing)
 
-// The core's verbs: name, its method of `Collectives`, whether it reduces, and how many parts its
-// outputs and its inputs are: none where they are one buffer, one, one per member, the same on the
-// root alone, or any number.
+// The core's collectives: name, its method of `Collectives`, whether it reduces, and the number of parts of
+// its outputs and inputs: 0 for a single buffer, 1, the number of members, the same only on the root, or any.
 enum class Parts { none, one, each, at_root, any };
-#define MESHDIST_VERBS(X)                              \
+#define MESHDIST_OPERATIONS(X)                              \
   X(all_reduce, all_reduce, true, none, none)          \
   X(all_reduce_list, all_reduce, true, any, none)      \
   X(reduce, all_reduce, true, none, none)              \
@@ -68,20 +67,20 @@ enum class Parts { none, one, each, at_root, any };
 #define MESHDIST_INPUTS(name, method, reduces, outputs, inputs) Parts::inputs,
 #define MESHDIST_TEXT(name, ...) #name,
 
-enum class Verb : std::uint8_t { MESHDIST_VERBS(MESHDIST_NAME) };
+enum class OperationSpec : std::uint8_t { MESHDIST_OPERATIONS(MESHDIST_NAME) };
 enum class Dtype : std::uint8_t { MESHDIST_DTYPES(MESHDIST_K_NAME) };
 enum class Op : std::uint8_t { MESHDIST_OPS(MESHDIST_NAME) };
 enum class Status : int { MESHDIST_STATUSES(MESHDIST_NAME) };
 
 constexpr std::size_t kDtypeBytes[] = {MESHDIST_DTYPES(MESHDIST_BYTES)};
-constexpr Parts kOutputs[] = {MESHDIST_VERBS(MESHDIST_OUTPUTS)};
-constexpr Parts kInputs[] = {MESHDIST_VERBS(MESHDIST_INPUTS)};
-constexpr const char* kVerbNames[] = {MESHDIST_VERBS(MESHDIST_TEXT)};
+constexpr Parts kOutputs[] = {MESHDIST_OPERATIONS(MESHDIST_OUTPUTS)};
+constexpr Parts kInputs[] = {MESHDIST_OPERATIONS(MESHDIST_INPUTS)};
+constexpr const char* kOperationNames[] = {MESHDIST_OPERATIONS(MESHDIST_TEXT)};
 constexpr const char* kDtypeNames[] = {MESHDIST_DTYPES(MESHDIST_TEXT)};
 constexpr const char* kOpNames[] = {MESHDIST_OPS(MESHDIST_TEXT)};
 constexpr const char* kStatusNames[] = {MESHDIST_STATUSES(MESHDIST_TEXT)};
 
-constexpr std::size_t kNumVerbs = sizeof kVerbNames / sizeof *kVerbNames;
+constexpr std::size_t kNumOperations = sizeof kOperationNames / sizeof *kOperationNames;
 constexpr std::size_t kNumDtypes = sizeof kDtypeNames / sizeof *kDtypeNames;
 constexpr std::size_t kNumOps = sizeof kOpNames / sizeof *kOpNames;
 

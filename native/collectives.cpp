@@ -11,7 +11,7 @@
 namespace meshdist {
 namespace {
 
-// Copy elements between `rows`, where they lie in row-major order, and their places in `there`.
+// Copy elements between `rows`, which is in row-major order, and the strided array `there`.
 template <class Element>
 void copy_elements(const Layout& layout, std::uint64_t count, void* in_rows, void* in_place, bool into_rows) {
   auto* const rows = static_cast<Element*>(in_rows);
@@ -92,11 +92,11 @@ Status Collectives::run(Job& job) {
 bool Collectives::is_of_one_round(const Job& job) const {
   const std::size_t bytes = job.count() * kDtypeBytes[job.call.header.dtype];
   if (end_.size < 2 || bytes > tuning.begun_most_bytes || !job.layouts.empty()) return false;
-  switch (job.verb()) {
-    case Verb::all_reduce: return !is_halved(job) && (end_.size == 2 || bytes <= tuning.whole_reduce_bytes);
-    case Verb::broadcast:
-    case Verb::all_gather:
-    case Verb::reduce_scatter: return true;
+  switch (job.operation()) {
+    case OperationSpec::all_reduce: return !is_halved(job) && (end_.size == 2 || bytes <= tuning.whole_reduce_bytes);
+    case OperationSpec::broadcast:
+    case OperationSpec::all_gather:
+    case OperationSpec::reduce_scatter: return true;
     default: return false;
   }
 }
@@ -127,10 +127,10 @@ Status Collectives::finish(Job& job) {
   return status;
 }
 
-// Run `job` on row-major copies of the tensors that lie in another order; `plain` is `job` without
-// layouts. Programs seldom come here, so it need not be fast.
+// Run `job` on row-major copies of tensors in another order; `plain` is `job` without layouts. Programs
+// rarely need this, so it need not be fast.
 Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
-  const bool is_list = job.verb() == Verb::all_reduce_list;
+  const bool is_list = job.operation() == OperationSpec::all_reduce_list;
   const auto parts = is_list ? job.outs : std::vector<Part>{{job.out, job.count()}};
   std::vector<std::vector<std::uint8_t>> copies(parts.size());
   const auto copy = [&](bool into_rows) {
@@ -144,8 +144,8 @@ Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
   copy(true);
   const Status status = run_as_it_lies(plain);
   const bool is_root = job.root() == static_cast<int>(end_.rank);
-  const bool is_written = job.verb() == Verb::broadcast ? !is_root
-                          : job.verb() == Verb::reduce  ? is_root
+  const bool is_written = job.operation() == OperationSpec::broadcast ? !is_root
+                          : job.operation() == OperationSpec::reduce  ? is_root
                                                         : true;
   if (status == Status::ok && is_written) copy(false);
   return status;
@@ -225,19 +225,19 @@ Status Collectives::agree(const Job& job, std::uint64_t round) {
 }
 
 #define MESHDIST_RUN(name, method, reduces, ...)                          \
-  case Verb::name:                                                        \
+  case OperationSpec::name:                                                        \
     loop_ = reduces ? kernels_.reduce[header.dtype][header.op] : nullptr; \
     return reduces && loop_ == nullptr ? Status::unsupported : method(job);
 
 Status Collectives::dispatch(Job& job) {
   const auto& header = job.call.header;
   streams_out_ = false;
-  switch (job.verb()) { MESHDIST_VERBS(MESHDIST_RUN) }
+  switch (job.operation()) { MESHDIST_OPERATIONS(MESHDIST_RUN) }
   return Status::unsupported;
 }
 
-// The bytes of each round of a call on `bytes` bytes: few, so that they stay in the caches; but more
-// where ranks share cores, to which every round is dear.
+// The bytes of each round of a call on `bytes` bytes. Short rounds stay in the caches. Use longer rounds if
+// ranks share cores, because each round is then expensive.
 std::size_t Collectives::near_chunk(std::size_t bytes) const {
   const bool is_short = !streams(bytes) && !end_.is_crowded;
   return is_short ? std::min(tuning.chunk_bytes, tuning.near_chunk_bytes) : tuning.chunk_bytes;
@@ -263,12 +263,13 @@ std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest, std::s
   return piece;
 }
 
-// Whether members fetch from each other what has up to `bytes` bytes; all give the same answer.
+// Whether members read each other's memory for up to `bytes` bytes; equal on all members.
 bool Collectives::is_fetched(std::size_t bytes) const {
   return reads_others_ && bytes != 0 && bytes >= tuning.fetch_least_bytes && bytes <= tuning.fetch_most_bytes;
 }
 
-// Where this member's `input` is to be read where it lies, and the hint that tells it; else no hint.
+// The place from which other members read this member's `input`, and the hint that announces it; hint 0 if
+// they do not.
 std::pair<Place, std::uint32_t> Collectives::place_of(const Input& input) const {
   const bool gives = input.giver == kEveryone || input.giver == static_cast<int>(end_.rank);
   if (end_.size < 2 || !gives) return {};
@@ -314,9 +315,9 @@ bool Collectives::fetch(Bytes to, unsigned member, std::size_t offset, std::size
   return true;
 }
 
-// Publish that this member has read what it needs of the others' memory, or could not, and wait for
-// all to say so: no member's input may change before. If any could not, no member reads others' memory
-// again, and the status is `unsupported`: the caller takes another way.
+// Publish whether this member has read the other members' memory, and wait for all members to publish this,
+// because no member's input may change earlier. If a member failed, no member reads others' memory again, and
+// the status is `unsupported`: the caller uses another algorithm.
 Status Collectives::finish_direct(const Job& job, bool is_done) {
   const Status status = rounds_.wait_for_next(job.call, !is_done);
   if (status != Status::ok) return status;

@@ -28,25 +28,25 @@ struct Part {
   std::uint64_t count = 0;
 };
 
-// How elements lie in memory where that is not in row-major order: sizes and strides of their
-// dimensions. There are no gaps, and no two elements in one place.
+// The layout of elements that are not in row-major order: sizes and strides of the dimensions. There are no
+// gaps, and no two elements overlap.
 struct Layout {
   std::vector<std::uint64_t> sizes, strides;
 };
 
 // One collective to run: the call, and this member's buffers. `outs` and `ins` have one part per
-// member (or per tensor of a list) where a verb takes several; else `out` and `in` are used.
+// member (or per tensor of a list) where a collective takes several; else `out` and `in` are used.
 struct Job {
   Call call;
   std::uint8_t* out = nullptr;
   std::uint8_t* in = nullptr;
   std::vector<Part> outs;
   std::vector<Part> ins;
-  // Of `out`, or of each of `outs`, for a verb that works element by element; none, or one without
+  // Of `out`, or of each of `outs`, for a collective that works element by element; none, or one without
   // dimensions, is row-major.
   std::vector<Layout> layouts;
 
-  Verb verb() const { return static_cast<Verb>(call.header.verb); }
+  OperationSpec operation() const { return static_cast<OperationSpec>(call.header.operation); }
   int root() const { return call.header.root; }
   std::uint64_t count() const { return call.header.count; }
 };
@@ -55,8 +55,8 @@ class Collectives {
  public:
   explicit Collectives(const Endpoint& endpoint);
 
-  // Run `job`; on failure `failure()` has the cause. Where members' layouts differ they do it in
-  // row-major order, by copies on those that have another.
+  // Run `job`; on failure `failure()` has the cause. If members' layouts differ, run in row-major order, on
+  // copies of tensors in another order.
   Status run(Job& job);
 
   // Begin a call of one round without waiting for any member: this member's part is published, which is
@@ -89,8 +89,8 @@ class Collectives {
   struct Range {
     std::uint64_t from, to;
   };
-  // Of an all-to-all, in the slot of the member that gives: where what it gives another lies, how
-  // much of it in one round, and in how many.
+  // A lane of an all-to-all, in the slot of the sending member: its place, its bytes per round, and its
+  // number of rounds.
   struct Lane {
     std::size_t begin = 0, bytes = 0;
     std::uint64_t num_rounds = 0;
@@ -137,10 +137,10 @@ class Collectives {
   std::uint64_t find_ends(std::uint64_t first);
   Status barrier(Job& job);
 
-  // One round after the other: `write(i, round)` writes what this member gives in the i-th, `read(i, round)`
-  // takes what the others gave. Reading the i-th overlaps with the others' writing of the next. Where each
-  // giving member (`giver`, or all) has its `input` in memory that the others map or can read, `direct()`
-  // does it all instead, and returns whether it could.
+  // Run the rounds in order: `write(i, round)` writes this member's part of the i-th round, `read(i, round)`
+  // reads the other members' parts. Reading the i-th overlaps with the other members' writing of the next. If
+  // each sending member (`giver`, or all) has its `input` in memory that the others map or can read,
+  // `direct()` does everything instead, and returns whether it succeeded.
   template <class Write, class Read, class Direct>
   Status exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
                   Direct direct);
@@ -148,18 +148,18 @@ class Collectives {
   Status exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read,
                          std::uint64_t num_done = 0);
 
-  // For verbs whose parts differ: publish how much this member gives to each and expects of each,
-  // and where, and check it for all pairs, so that all members come to the same result.
+  // For collectives whose parts differ: publish this member's sizes to send and to receive, and the place of
+  // its data, and check all pairs, so that all members find the same result.
   Status agree_on_sizes(Job& job);
 
   Bytes area(unsigned member, std::uint64_t round, bool is_inline) const {
     return is_inline ? rounds_.line(member, round).bytes : slot(member, round);
   }
-  // Where a member writes its part in `round`: every fourth round in the same slot, at another place.
+  // The place of a member's part in `round`: every fourth round uses the same slot, at another place.
   Bytes slot(unsigned member, std::uint64_t round) const {
     return slots_.at(member, round) + round / kDepth % num_places_ * span_;
   }
-  // The place of `to`'s piece among those in `from`'s slot.
+  // The place of `to`'s piece in `from`'s slot.
   static unsigned place(unsigned from, unsigned to) { return to < from ? to : to - 1; }
 
   void copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const {
@@ -194,9 +194,9 @@ class Collectives {
   bool streams_in_ = false;     // its stores into slots
   bool streams_out_ = false;    // its stores into results
   std::vector<const void*> sources_;
-  std::vector<std::uint8_t*> theirs_;    // the members' inputs, where they are shared or fetched
-  std::vector<bool> is_afar_;            // those that lie in the member's own memory
-  std::vector<std::uint8_t> fetched_;    // what was fetched to be reduced
+  std::vector<std::uint8_t*> theirs_;    // the members' inputs, if they are shared or fetched
+  std::vector<bool> is_afar_;            // whether a member's input is in its own memory
+  std::vector<std::uint8_t> fetched_;    // copies to be reduced
   std::vector<std::uint64_t> given_;     // [from][to], of the call that runs
   std::vector<std::uint64_t> expected_;  // [by][of]
   std::vector<Lane> lanes_;              // [from][to]

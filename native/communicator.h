@@ -22,8 +22,8 @@ class Communicator {
   // Free every thread, of every member, that waits in this communicator.
   void abort() { end->end(Status::aborted); }
 
-  // End this member's part. What is in flight here ends as closed, and uses the caller's memory no more (see
-  // Progress::close). Native threads end by themselves, and the group's memory goes with the last of them.
+  // End this member's part. Operations in flight here end as closed and no longer use the caller's memory
+  // (see Progress::close). Native threads end by themselves; the last thread to end frees the group's memory.
   void close() {
     if (end->is_closing()) return;
     end->close();

@@ -13,7 +13,7 @@
 
 namespace meshdist {
 
-// How many forks lie between this process and that which loaded the core.
+// The number of forks between this process and the process that loaded the core.
 unsigned num_forks();
 
 // What went wrong, and which members had gone at that moment.
@@ -26,10 +26,11 @@ struct Failure {
   std::uint64_t other_note = 0;              // of a message that did not fit: the other side's
 };
 
-// Handles to the members' processes. The descriptors become its own, also where what it is made for fails.
+// Handles to the members' processes. This object owns the descriptors, even if the construction of its owner
+// fails.
 class Processes {
  public:
-  // One pidfd per member, -1 for this one and where there is none; or none at all.
+  // One pidfd per member, -1 for this member and for members without a pidfd; or an empty list.
   explicit Processes(std::vector<int> pidfds) : pidfds_(std::move(pidfds)) {}
   Processes(Processes&& other) noexcept : pidfds_(std::exchange(other.pidfds_, {})) {}
   ~Processes();

@@ -60,7 +60,7 @@ bool Entry::is_quiet(bool is_uneven) {
   if (sequence % headers_->check_every == 0) return false;
   if (!is_uneven || sequence < headers_->uneven_window) return true;
   const std::uint64_t reached = sequence - (headers_->uneven_window - 1);
-  for (const Words& other : others_) {  // no member may still look for what is to be overwritten
+  for (const Words& other : others_) {  // no member may still read the entry to be overwritten
     const std::uint64_t ahead = ((other.get(reached % headers_->window) >> 32) - reached) & kLow;
     if (ahead >= std::uint64_t{1} << 31) return false;
   }
@@ -107,7 +107,7 @@ std::uint32_t Entry::enter(const Call& call, const Plain& plain, const Sizes* si
   const nb::object noted = is_uneven ? sizes_of(*sizes) : nb::object();
   const std::uint64_t sequence = notes_.keep_collective(group_, known.call, noted);
   compare(sequence, known.fingerprint, is_uneven ? &sizes->part : nullptr);
-  return call.title.is_valid() ? static_cast<std::uint32_t>(known.fingerprint) : 0;
+  return call.op_name.is_valid() ? static_cast<std::uint32_t>(known.fingerprint) : 0;
 }
 
 bool Entry::enter_even(nb::handle call, std::uint64_t fingerprint) {
@@ -141,20 +141,20 @@ void Entry::compare(const Message& message) {
 
 Known Entry::find(const Call& called, const Plain& plain, bool is_uneven) {
   const nb::handle data = plain.dtype.is_valid() ? nb::handle(plain.data) : nb::handle(Py_None);
-  const nb::handle title = called.title.is_valid() ? called.title : nb::handle(empty_);
-  const Key key{called.verb.ptr(), data.ptr(), title.ptr(), called.op, called.root, is_uneven};
+  const nb::handle op_name = called.op_name.is_valid() ? called.op_name : nb::handle(empty_);
+  const Key key{called.operation.ptr(), data.ptr(), op_name.ptr(), called.op, called.root, is_uneven};
   return find(key, plain.is_kept || data.is_none(), last_[2], [&] {
     const nb::object op = number_or_none(called.op), root = number_or_none(called.root);
-    return std::pair(tuple_of(called.verb, data, op, root, title, nb::bool_(is_uneven), nb::tuple()),
+    return std::pair(tuple_of(called.operation, data, op, root, op_name, nb::bool_(is_uneven), nb::tuple()),
                      nb::object());
   });
 }
 
 Known Entry::find(const Message& message) {
   const nb::object& data = message.plain.data;
-  const Key key{message.verb.ptr(), data.ptr(), nullptr, message.number, message.member, false};
+  const Key key{message.operation.ptr(), data.ptr(), nullptr, message.number, message.member, false};
   return find(key, message.plain.is_kept, last_[message.is_send], [&] {
-    return std::pair(tuple_of(message.verb, data, nb::none(), nb::none(), empty_, nb::bool_(false),
+    return std::pair(tuple_of(message.operation, data, nb::none(), nb::none(), empty_, nb::bool_(false),
                               nb::tuple(), message.peer, message.tag),
                      tuple_of(nb::bool_(message.is_send), message.peer, message.tag));
   });

@@ -1,7 +1,7 @@
-// What comes before a plain call: its tensors are checked, it is noted, and it is compared.
+// Check the tensors of a plain call, record it, and compare it.
 //
-// `Channel` and `collectives/roots.py` do in Python what this does for plain calls; every other call
-// is left to them. So a function here that says that a call is not plain has changed nothing.
+// `DeviceGroup` and `collectives/argument_checks.py` do in Python what this does for plain calls; every other
+// call is left to them. So a function here that reports that a call is not plain has changed nothing.
 #pragma once
 
 #include <optional>
@@ -10,11 +10,11 @@
 
 #include "message_log.h"
 #include "notes.h"
-#include "plain.h"
+#include "fast_path_checks.h"
 
 namespace meshdist {
 
-// The members' headers, as a `HeaderTable` in Python has them.
+// The members' headers, as a `FingerprintTable` in Python has them.
 struct Headers {
   nb::object table;  // asked whether a header that seems to differ does
   Words mine;
@@ -31,7 +31,7 @@ struct Known {
 };
 
 struct Message {
-  nb::handle verb, peer, tag;  // peer: None for a receive from any member
+  nb::handle operation, peer, tag;  // peer: None for a receive from any member
   bool is_send = false;
   // As numbers, which `Entry::read` fills in; -1 is any member.
   int member = -1;
@@ -44,35 +44,35 @@ struct Message {
 
 class Entry {
  public:
-  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `calls` has the
-  // `Call` of each tuple of its fields, as Python makes it. `disagree(number, message)` makes the error of
-  // members whose calls differ.
-  // If members are on several hosts, `fingerprints` gets those of the last `check_every` calls, and the
-  // calls at which Python compares them are left to Python; else `check_every` is 0. If `get_level`, which
-  // may be None, returns more than `most_level`, all calls are left to Python, which compares them before
-  // data move. `device_type` is that of its tensors, as DLPack numbers them.
+  // Calls are recorded for `group`. If `headers` is null, no calls are compared. `calls` maps the tuple of a
+  // call's fields to its `Call`, which Python makes. `disagree(number, message)` makes the error of members
+  // whose calls differ.
+  // If members are on several hosts, `fingerprints` gets the fingerprints of the last `check_every` calls,
+  // and calls at which Python compares them are left to Python; else `check_every` is 0. If `get_level`,
+  // which may be None, returns more than `most_level`, all calls are left to Python, which compares them
+  // before data move. `device_type` is the tensors' device type, as DLPack numbers it.
   Entry(Notes& notes, nb::object group, const Headers* headers, nb::dict aborts, nb::object label,
         nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member, nb::object calls,
         nb::object disagree, const Words* fingerprints, std::uint64_t check_every, nb::object get_level,
         std::uint64_t most_level, std::int32_t device_type);
 
-  // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
+  // What is called, besides the data: the number of an op, -1 for none, as of a root, and `op_name` null
   // where there is none.
   struct Call {
-    nb::handle verb;
-    nb::handle title{};
+    nb::handle operation;
+    nb::handle op_name{};
     std::int64_t op = -1;
     std::int64_t root = -1;
   };
 
-  // How many elements go to and come from each member, of an uneven call: `part`, or as the lists say.
+  // Numbers of elements to and from each member in an uneven call: `part`, or the lists.
   struct Sizes {
     std::uint64_t part = 0;
     const Counts* sent = nullptr;
     const Counts* taken = nullptr;
   };
 
-  // Whether there is nothing to refuse or to log, and every member's words are known.
+  // Whether there is nothing to reject or to log, and every member's words are known.
   bool is_open() const;
 
   // Whether it is so, and there is nothing to wait for before the next collective.
@@ -82,9 +82,9 @@ class Entry {
   bool read(nb::handle x, Plain& plain) { return reader_.read(x, plain); }
   bool find_code(nb::handle dtype, unsigned& code) const { return reader_.find_code(dtype, code); }
 
-  // Where the plain tensors of a list of one per member lie, all of the size and dtype of `like`, or
-  // of the first, which `like` is then; false where it is no such list. `kept` has them as a tuple.
-  // Their sizes may differ where they are asked for.
+  // The addresses of the plain tensors of a list of one tensor per member, all with the size and dtype of
+  // `like`, or of the first tensor, which then becomes `like`; false if it is not such a list. `kept` gets
+  // the tensors as a tuple. Sizes may differ if `counts` is given.
   bool read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept,
                  Counts* counts = nullptr);
 
@@ -94,12 +94,12 @@ class Entry {
   // Whether a message of tensor `x` is plain and may start; fills the rest in.
   bool read(nb::handle x, Message& message);
 
-  // Note a call and compare it with the others'; raises where one differs. Parts of several sizes are
-  // compared by the wire alone. Returns what a wire that compares has to compare beside all else: the
-  // fingerprint of a call that has a title, else 0.
+  // Record a call and compare it with the other members' calls; raise if they differ. Only the backend
+  // compares parts of several sizes. Return the value that a comparing backend has to compare in addition:
+  // the fingerprint of a call that has an operation name, else 0.
   std::uint32_t enter(const Call& call, const Plain& plain, const Sizes* sizes = nullptr);
 
-  // As `Channel.enter`, for an even call of Python's: false where there is something to wait for.
+  // As `DeviceGroup.enter`, for an even call of Python's: false where there is something to wait for.
   bool enter_even(nb::handle call, std::uint64_t fingerprint);
 
   // Note a message; returns the number of the note.
@@ -124,19 +124,19 @@ class Entry {
  private:
   // What is called, by addresses. Of a message `op` is the tag, and `root` the peer.
   struct Key {
-    PyObject *verb, *data, *title;
+    PyObject *operation, *data, *op_name;
     std::int64_t op, root;
     bool is_uneven;
     bool operator==(const Key& o) const {
-      return verb == o.verb && data == o.data && title == o.title && op == o.op && root == o.root &&
+      return operation == o.operation && data == o.data && op_name == o.op_name && op == o.op && root == o.root &&
              is_uneven == o.is_uneven;
     }
   };
   struct Hash {
     std::size_t operator()(const Key& key) const {
       return mixed(std::initializer_list<std::uint64_t>{
-          reinterpret_cast<std::uint64_t>(key.verb), reinterpret_cast<std::uint64_t>(key.data),
-          reinterpret_cast<std::uint64_t>(key.title),
+          reinterpret_cast<std::uint64_t>(key.operation), reinterpret_cast<std::uint64_t>(key.data),
+          reinterpret_cast<std::uint64_t>(key.op_name),
           static_cast<std::uint64_t>((key.op * 64 + key.root) * 2 + key.is_uneven)});
     }
   };
@@ -148,8 +148,8 @@ class Entry {
 
   Known find(const Call& called, const Plain& plain, bool is_uneven);
   Known find(const Message& message);
-  // `last` is what was found last for such calls; `make` gives the fields and the kind of a call that is not
-  // known yet.
+  // `last` is the previous result for such calls; `make` returns the fields and the kind of a call that is
+  // not known yet.
   template <class Make>
   Known find(const Key& key, bool is_kept, const Row*& last, Make make);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);

@@ -1,4 +1,4 @@
-// The patterns of rounds that the verbs are made of, see collectives.h.
+// The patterns of rounds that the collectives are made of, see collectives.h.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +31,11 @@ Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& in
     status = finish_direct(job, direct());
     if (status != Status::unsupported) return status;
   }
-  // Members that offered have written nothing for the first round: all members begin anew.
+  // Members that offered have written nothing for the first round, so all members start over.
   return exchange_agreed(job, num_rounds, write, read, sharing == Sharing::none ? 1 : 0);
 }
 
-// The same, when a round before has announced the call, and `num_done` of its own are complete.
+// The same, after a round that announced the call, when `num_done` of this exchange's rounds are complete.
 template <class Write, class Read>
 Status Collectives::exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read,
                                     std::uint64_t num_done) {

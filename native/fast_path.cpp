@@ -1,8 +1,8 @@
-// The fast path of the verbs: calls on plain tensors, on a wire that has a runner.
+// The fast path of the collectives: calls on plain tensors, on a backend that has a runner.
 //
-// What the verbs do in Python for any argument takes longer than to move a few numbers. Each method
-// checks its tensors, notes and compares the call, notifies autograd of what is written, and lets
-// the runner do it, or start it; or it returns false, has changed nothing, and Python does it all.
+// The Python code of the collectives, which accepts any argument, takes longer than moving a few numbers.
+// Each method checks its tensors, records and compares the call, notifies autograd of writes, and lets the
+// runner do or start it. If it returns false, it has changed nothing, and Python does everything.
 #include "fast_path.h"
 
 #include <algorithm>
@@ -19,8 +19,8 @@ using namespace nanobind::literals;
 namespace meshdist {
 namespace {
 
-// The verbs, each with the method that does it.
-#define MESHDIST_FAST_VERBS(X)                                                         \
+// The collectives, each with the method that does it.
+#define MESHDIST_FAST_OPERATIONS(X)                                                         \
   X(all_reduce, all_reduce) X(reduce, reduce) X(broadcast, broadcast)                  \
   X(all_gather_into_tensor, gather_blocks) X(all_gather_single, gather_blocks)         \
   X(reduce_scatter_tensor, scatter_blocks) X(reduce_scatter_single, scatter_blocks)    \
@@ -29,8 +29,8 @@ namespace {
   X(barrier, barrier) X(send, send) X(recv, recv)
 
 namespace names {
-#define MESHDIST_NAME_OF(verb, method) const Name verb{#verb};
-MESHDIST_FAST_VERBS(MESHDIST_NAME_OF)
+#define MESHDIST_NAME_OF(operation, method) const Name operation{#operation};
+MESHDIST_FAST_OPERATIONS(MESHDIST_NAME_OF)
 const Name started{"_started"}, result{"_result"}, user{"_user"}, starting{"starting"};
 }  // namespace names
 
@@ -56,29 +56,29 @@ class FastPath {
     }
   }
 
-  // Each is given the verb that a program has called; the title of a call is None where it has none.
-  bool all_reduce(nb::handle verb, nb::handle x, nb::handle op, nb::handle title) {
-    return run_in_place({Verb::all_reduce, {verb, title_of(title)}}, x, op);
+  // Each is given the collective that a program has called; the operation name of a call is None where it has none.
+  bool all_reduce(nb::handle operation, nb::handle x, nb::handle op, nb::handle op_name) {
+    return run_in_place({OperationSpec::all_reduce, {operation, op_name_of(op_name)}}, x, op);
   }
 
-  bool reduce(nb::handle verb, nb::handle x, nb::handle op, int root) {
-    return run_in_place({Verb::reduce, {verb}}, x, op, root);
+  bool reduce(nb::handle operation, nb::handle x, nb::handle op, int root) {
+    return run_in_place({OperationSpec::reduce, {operation}}, x, op, root);
   }
 
-  bool broadcast(nb::handle verb, nb::handle x, int root, nb::handle title) {
-    return run_in_place({Verb::broadcast, {verb, title_of(title)}}, x, {}, root);
+  bool broadcast(nb::handle operation, nb::handle x, int root, nb::handle op_name) {
+    return run_in_place({OperationSpec::broadcast, {operation, op_name_of(op_name)}}, x, {}, root);
   }
 
-  bool gather_blocks(nb::handle verb, nb::handle out, nb::handle in, nb::handle title) {
-    return run_blocks({Verb::all_gather, {verb, title_of(title)}}, out, in);
+  bool gather_blocks(nb::handle operation, nb::handle out, nb::handle in, nb::handle op_name) {
+    return run_blocks({OperationSpec::all_gather, {operation, op_name_of(op_name)}}, out, in);
   }
 
-  bool scatter_blocks(nb::handle verb, nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
-    return run_blocks({Verb::reduce_scatter, {verb, title_of(title)}}, out, in, op);
+  bool scatter_blocks(nb::handle operation, nb::handle out, nb::handle in, nb::handle op, nb::handle op_name) {
+    return run_blocks({OperationSpec::reduce_scatter, {operation, op_name_of(op_name)}}, out, in, op);
   }
 
-  bool all_gather(nb::handle verb, nb::handle outs, nb::handle x) {
-    Collective call{Verb::all_gather_v, {verb}};
+  bool all_gather(nb::handle operation, nb::handle outs, nb::handle x) {
+    Collective call{OperationSpec::all_gather_v, {operation}};
     Plain plain;
     if (!is_ready(true) || !entry_.read(x, plain) ||
         !read_apart(outs, plain, call.outs, call.written, true)) {
@@ -89,17 +89,17 @@ class FastPath {
     return run(call, plain, plain, true);
   }
 
-  bool gather(nb::handle verb, nb::handle x, nb::handle outs, int root) {
-    return run_at_root({Verb::gather, {verb}}, x, outs, root);
+  bool gather(nb::handle operation, nb::handle x, nb::handle outs, int root) {
+    return run_at_root({OperationSpec::gather, {operation}}, x, outs, root);
   }
 
-  bool scatter(nb::handle verb, nb::handle x, nb::handle ins, int root) {
-    return run_at_root({Verb::scatter, {verb}}, x, ins, root);
+  bool scatter(nb::handle operation, nb::handle x, nb::handle ins, int root) {
+    return run_at_root({OperationSpec::scatter, {operation}}, x, ins, root);
   }
 
-  bool all_to_all_single(nb::handle verb, nb::handle out, nb::handle in, nb::handle out_sizes,
-                         nb::handle in_sizes, nb::handle title) {
-    Collective call{Verb::all_to_all, {verb, title_of(title)}};
+  bool all_to_all_single(nb::handle operation, nb::handle out, nb::handle in, nb::handle out_sizes,
+                         nb::handle in_sizes, nb::handle op_name) {
+    Collective call{OperationSpec::all_to_all, {operation, op_name_of(op_name)}};
     Plain output, input;
     const std::uint64_t size = entry_.size();
     if (!is_ready(true) || !entry_.read(out, output) || !entry_.read(in, input) || !output.is_like(input) ||
@@ -132,8 +132,8 @@ class FastPath {
     return exchange(call, input);
   }
 
-  bool all_to_all(nb::handle verb, nb::handle outs, nb::handle ins, nb::handle title) {
-    Collective call{Verb::all_to_all, {verb, title_of(title)}};
+  bool all_to_all(nb::handle operation, nb::handle outs, nb::handle ins, nb::handle op_name) {
+    Collective call{OperationSpec::all_to_all, {operation, op_name_of(op_name)}};
     Plain first;
     if (!is_ready(true) || !entry_.read_list(ins, first, call.ins, call.read, &call.in_counts) ||
         !entry_.read_list(outs, first, call.outs, call.written, &call.out_counts) ||
@@ -150,18 +150,18 @@ class FastPath {
   // What the call that was done returns: a Work where it was started, of a receive the sender's global rank.
   nb::object take_found() { return std::exchange(found_, nb::none()); }
 
-  bool barrier(nb::handle verb) {
-    Collective call{Verb::barrier, {verb}};
+  bool barrier(nb::handle operation) {
+    Collective call{OperationSpec::barrier, {operation}};
     return is_ready() && run(call, {}, {});
   }
 
-  bool send(nb::handle verb, nb::handle x, nb::handle peer, nb::handle tag) {
-    Message message{verb, peer, tag, true};
+  bool send(nb::handle operation, nb::handle x, nb::handle peer, nb::handle tag) {
+    Message message{operation, peer, tag, true};
     return run(x, message);
   }
 
-  bool recv(nb::handle verb, nb::handle x, nb::handle peer, nb::handle tag) {
-    Message message{verb, peer, tag};
+  bool recv(nb::handle operation, nb::handle x, nb::handle peer, nb::handle tag) {
+    Message message{operation, peer, tag};
     if (!run(x, message)) return false;
     found_ = entry_.rank_of(message.member);
     return true;
@@ -188,7 +188,7 @@ class FastPath {
   // A call that has a block of each member in one tensor, and one block in the other.
   bool run_blocks(Collective&& call, nb::handle out, nb::handle in, nb::handle op = {}) {
     Plain output, input;
-    const bool gathers = call.verb == Verb::all_gather;
+    const bool gathers = call.operation == OperationSpec::all_gather;
     const Plain &whole = gathers ? output : input, &block = gathers ? input : output;
     if (!is_ready() || !entry_.read(out, output) || !entry_.read(in, input) || !output.is_like(input) ||
         !is_of_blocks(whole, block, entry_.size())) {
@@ -207,7 +207,7 @@ class FastPath {
   // A call that has a tensor on each member, and on the root one of each member in a list; None elsewhere.
   bool run_at_root(Collective&& call, nb::handle x, nb::handle list, int root) {
     Plain plain;
-    const bool gathers = call.verb == Verb::gather;
+    const bool gathers = call.operation == OperationSpec::gather;
     if (!is_ready() || !entry_.read(x, plain)) return false;
     nb::object &of_x = gathers ? call.read : call.written, &of_list = gathers ? call.written : call.read;
     Addresses& parts = gathers ? call.outs : call.ins;
@@ -218,7 +218,7 @@ class FastPath {
     return run(call, plain, plain);
   }
 
-  static nb::handle title_of(nb::handle given) { return given.is_none() ? nb::handle() : given; }
+  static nb::handle op_name_of(nb::handle given) { return given.is_none() ? nb::handle() : given; }
 
   // An all-to-all of parts that have counts, of tensors like `plain`, which is noted.
   bool exchange(Collective& call, const Plain& plain) {
@@ -254,7 +254,8 @@ class FastPath {
     return code >= 0;
   }
 
-  // By its address; an op that came from another process is another object, equal to one of ours.
+  // Look up the op by its address. An op that another process has sent is a different object that is equal to
+  // a known op.
   const Reduction* find(nb::handle op) const {
     for (const Reduction& one : reductions_) {
       if (one.op.is(op)) return &one;
@@ -275,8 +276,8 @@ class FastPath {
     return !overlap({{like.address}, count, like.item}, all) && !(are_written && overlap_each_other(all));
   }
 
-  // `part` has one member's part, which goes to and comes from each of an uneven call where the call
-  // has no counts; `plain` is what is noted.
+  // `part` is one member's part, to and from each member, of an uneven call without counts; `plain` is
+  // recorded.
   bool run(Collective& call, const Plain& part, const Plain& plain, bool is_uneven = false) {
     call.count = part.count;
     call.item = part.item;
@@ -285,7 +286,7 @@ class FastPath {
     if (!runner_.takes(call) || (differ && entry_.compares())) return false;
     Entry::Sizes sizes{part.count};
     if (differ) sizes = {0, &call.in_counts, &call.out_counts};
-    const MainThread::Within within(call.header.verb);
+    const MainThread::Within within(call.header.operation);
     call.fingerprint = entry_.enter(call.header, plain, is_uneven ? &sizes : nullptr);
     call.note = entry_.num_notes();
     if (call.written.is_valid()) entry_.note_write(call.written);
@@ -299,10 +300,10 @@ class FastPath {
   }
 
   // The Work of a call that was started.
-  nb::object make_work(const Collective& call, const nb::object& operation) {
-    // Where this member only sends, those that receive may tell.
+  nb::object make_work(const Collective& call, const nb::object& request) {
+    // If this member only sends, the receiving members warn about dropped Works.
     const bool warns = call.written.is_valid() || !call.read.is_valid();
-    const WorkFacts facts{terms_, call.header.verb, warns ? terms_->warn_dropped : nb::none(), call.note};
+    const WorkFacts facts{terms_, call.header.operation, warns ? terms_->warn_dropped : nb::none(), call.note};
     const nb::object result =
         call.written.is_valid() ? checked(PySequence_List(call.written.ptr())) : nb::list();
     if (!warns) {
@@ -311,31 +312,31 @@ class FastPath {
     }
     const nb::object user = call_with(terms_->user);
     PyOperation* started = nullptr;
-    if (!nb::try_cast(operation, started)) {
-      const nb::object fields = facts.with(operation, result, user);
+    if (!nb::try_cast(request, started)) {
+      const nb::object fields = facts.with(request, result, user);
       return checked(PyObject_CallObject(terms_->of_python.ptr(), fields.ptr()));
     }
-    started->serve(facts, timeout_s_, wait_of(call.header.verb));
+    started->serve(facts, timeout_s_, wait_of(call.header.operation));
     const nb::object work =
         checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(terms_->of_core.ptr()), 0));
-    for (const auto& [name, value] : {std::pair(&names::started, operation),
+    for (const auto& [name, value] : {std::pair(&names::started, request),
                                       std::pair(&names::result, result), std::pair(&names::user, user)}) {
       if (PyObject_GenericSetAttr(work.ptr(), name->object, value.ptr()) != 0) throw nb::python_error();
     }
     return work;
   }
 
-  // What the main thread is in as it waits for a verb.
-  nb::handle wait_of(nb::handle verb) {
-    nb::object& text = waits_[verb.ptr()];
-    if (!text.is_valid()) text = checked(PyUnicode_FromFormat("wait() of %U", verb.ptr()));
+  // What the main thread is in as it waits for a collective.
+  nb::handle wait_of(nb::handle operation) {
+    nb::object& text = waits_[operation.ptr()];
+    if (!text.is_valid()) text = checked(PyUnicode_FromFormat("wait() of %U", operation.ptr()));
     return text;
   }
 
   bool run(nb::handle x, Message& message) {
     if (starts_ || MainThread::is_nested() || !entry_.read(x, message) || !runner_.takes(message))
       return false;
-    const MainThread::Within within(message.verb);
+    const MainThread::Within within(message.operation);
     runner_.run(message, x, entry_);
     return true;
   }
@@ -360,11 +361,11 @@ To argument(PyObject* const* given, Py_ssize_t count, std::size_t place) {
   }
 }
 
-// A verb as Python has it: None where the call is done, its Work where it is started, else False.
-template <const Name* kVerb, auto kMethod>
+// A collective as Python has it: None where the call is done, its Work where it is started, else False.
+template <const Name* kOperation, auto kMethod>
 struct Entrance;
-template <const Name* kVerb, class... Taken, bool (FastPath::*kMethod)(nb::handle, Taken...)>
-struct Entrance<kVerb, kMethod> {
+template <const Name* kOperation, class... Taken, bool (FastPath::*kMethod)(nb::handle, Taken...)>
+struct Entrance<kOperation, kMethod> {
   static PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     return call_with(self, given, count, std::index_sequence_for<Taken...>());
   }
@@ -379,26 +380,26 @@ struct Entrance<kVerb, kMethod> {
         throw nb::python_error();
       }
       FastPath& path = *nb::inst_ptr<FastPath>(self);
-      if (!(path.*kMethod)(kVerb->object, argument<Taken>(given, count, kPlaces)...)) return nb::bool_(false);
+      if (!(path.*kMethod)(kOperation->object, argument<Taken>(given, count, kPlaces)...)) return nb::bool_(false);
       return path.take_found();
     });
   }
 };
 
-#define MESHDIST_METHOD(verb, method) fast_method(#verb, Entrance<&names::verb, &FastPath::method>::call),
-PyMethodDef methods[] = {MESHDIST_FAST_VERBS(MESHDIST_METHOD)};
+#define MESHDIST_METHOD(operation, method) fast_method(#operation, Entrance<&names::operation, &FastPath::method>::call),
+PyMethodDef methods[] = {MESHDIST_FAST_OPERATIONS(MESHDIST_METHOD)};
 
 PyObject* fast_path_type = nullptr;  // kept as long as the process lives
 
 }  // namespace
 
-FastFunction find_fast_method(const std::string& verb) {
+FastFunction find_fast_method(const std::string& operation) {
   for (const PyMethodDef& method : methods) {
-    if (verb == method.ml_name) {
+    if (operation == method.ml_name) {
       return reinterpret_cast<FastFunction>(reinterpret_cast<void (*)()>(method.ml_meth));
     }
   }
-  throw std::invalid_argument("the fast path has no such verb");
+  throw std::invalid_argument("the fast path has no such collective");
 }
 
 bool is_fast_path(nb::handle path) { return path.type().is(fast_path_type); }

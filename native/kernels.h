@@ -15,7 +15,7 @@ namespace meshdist {
 using ReduceLoop = void (*)(void* target, const void* const* sources, std::size_t num_sources,
                             std::size_t count);
 
-// Write floats as whole numbers in the same order, 16-bit floats in 32 bits; and back, where `bits` are
+// Write floats as integers in the same order, 16-bit floats in 32 bits; and back, where `bits` are
 // overwritten.
 using ToOrderLoop = void (*)(void* bits, const void* floats, std::size_t count, bool nan_is_greatest);
 using FromOrderLoop = void (*)(void* floats, void* bits, std::size_t count);

@@ -1,6 +1,6 @@
-// The loops, for one vector width. Included by one file per width, which names MESHDIST_LEVEL and
-// is compiled for it. Nothing here may use inline functions of the standard library: the linker
-// would keep one of their copies, perhaps one that this processor cannot run.
+// The loops for one vector width. Each of the including files defines MESHDIST_LEVEL and is compiled for its
+// width. Do not use inline functions of the standard library here: the linker would keep a single copy, which
+// this processor may be unable to run.
 
 #include <stddef.h>
 #include <stdint.h>
@@ -152,7 +152,7 @@ inline void narrow(Float16* to, const float* from, size_t n) {
 
 #endif
 
-// ---- two numbers into one. Unsigned types stand for signed ones where the bits are the same.
+// ---- two numbers into a single number. Unsigned types replace signed types if the bits are equal.
 
 struct Sum {
   template <class T>
@@ -215,11 +215,11 @@ struct Xor {
 #define MESHDIST_INDEPENDENT
 #endif
 
-// The type of a mean's divisor: there may be more members than narrow whole numbers can count.
+// The type of a mean's divisor: there may be more members than narrow integers can count.
 template <class T>
 using Divisor = std::conditional_t<std::is_integral_v<T> && sizeof(T) < sizeof(int32_t), int32_t, T>;
 
-// Two to four arrays into one, first to last, in one pass. `to` may be one of them.
+// Reduce two to four arrays, first to last, in a single pass. `to` may be a source.
 template <class T, class Combine, bool kDivide>
 void fold(T* to, const T* const* from, size_t num, size_t n, Divisor<T> divisor) {
   const auto end = [divisor](T whole) { return kDivide ? static_cast<T>(whole / divisor) : whole; };
@@ -252,7 +252,7 @@ void reduce_plain(void* target, const void* const* sources, size_t num_sources, 
     for (size_t j = 0; j < num_sources; ++j) from[j] = static_cast<const T*>(sources[j]);
     return fold<T, Combine, kAverage>(to, from, num_sources, count, divisor);
   }
-  // `to` may be a source that is still to come, so the total needs room of its own.
+  // `to` may be a source that is not read yet, so the total needs separate memory.
   T total[kBlock];
   for (size_t at = 0; at < count; at += kBlock) {
     const size_t n = count - at < kBlock ? count - at : kBlock;
@@ -270,7 +270,7 @@ void reduce_plain(void* target, const void* const* sources, size_t num_sources, 
   }
 }
 
-// Averages and sums of complex numbers are those of their parts.
+// Averages and sums of complex numbers are computed by parts.
 template <class T, class Combine, bool kAverage>
 void reduce_pairs(void* target, const void* const* sources, size_t num_sources, size_t count) {
   reduce_plain<T, Combine, kAverage>(target, sources, num_sources, 2 * count);
@@ -289,12 +289,12 @@ void multiply_complex(void* target, const void* const* sources, size_t num_sourc
   }
 }
 
-// Two sources of 16-bit floats need no room in between: 3 times faster than by blocks. Each returns
-// how many elements it has reduced, from the first on.
+// Two sources of 16-bit floats need no intermediate buffer: this is 3 times faster than by blocks. Each
+// function returns the number of elements that it has reduced, from the first on.
 
-// Two bfloat16 lie in one 32-bit word, and the upper one is a float32 already but for its low bits.
-// No NaN needs care here: the numbers have zeros in their low halves, so NaNs made of them do too,
-// and rounding those adds nothing that could carry.
+// A 32-bit word holds two bfloat16, and the upper bfloat16 is a float32 except for the low bits. NaN needs no
+// special case: the numbers have zeros in their low halves, so NaNs made of them do too, and rounding them
+// adds nothing that could carry.
 template <class Word>
 inline Word rounded(Word bits) {
   return bits + 0x7fff + ((bits >> 16) & 1);
@@ -433,7 +433,7 @@ void stream(void* target, const void* source, size_t num_bytes) {
 #endif
 }
 
-// ---- the table: what each kind of dtypes, as `codes.h` lists them, puts into its row
+// ---- the table: the row of each kind of dtypes in `codes.h`
 
 using Row = ReduceLoop[kNumOps];
 
@@ -483,8 +483,8 @@ void put_nothing(Kernels&, Dtype) {}
 
 // ---- order
 
-// Between floats and their places in the order: bits of floats count up behind the sign, those of
-// whole numbers below zero down.
+// Convert between floats and integers of the same order. Float bits after the sign count up; for negative
+// numbers the integers count down below zero.
 template <class T, bool kHasNan>
 void flip(T* x, size_t n, bool nan_is_greatest) {
   using Bits = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;

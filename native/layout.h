@@ -1,21 +1,21 @@
-// What lies in the shared segment, and where.
+// The contents of the shared segment, and their places.
 //
 // Everything that members exchange is published in numbered *rounds*. A member publishes round g by setting
-// the flag of its line g % kDepth, and with it whatever it wrote before: the line's header and few bytes, its
-// slot g % kDepth, its table g % kDepth. All members run the same rounds. A member publishes round g + 1 only
-// when it has seen everyone's round g, and reads what belongs to round g before it publishes round g + 2; so
-// what it reads is never written over while there are four of each.
+// the flag of its line g % kDepth, and with it everything written before: the line's header and few bytes,
+// its slot g % kDepth, its table g % kDepth. All members run the same rounds. A member publishes round g + 1
+// only when it has seen everyone's round g, and reads the data of round g before it publishes round g + 2. So
+// with four of each, no member overwrites data that another still reads.
 //
 // An all-to-all whose parts differ keeps this rule pair by pair (all_to_all.cpp). All members wait for all in
-// its first round. In later ones a member waits only for members with which it exchanges something, until two
-// rounds after the last that has data for either: by then the other has read its slots. A member that waits
-// for no other any more skips to the round that follows the whole all-to-all. So its flag may show a later
-// round than the one that another member waits for; a flag says that all rounds up to its own were published.
+// its first round. In later rounds a member waits only for members with which it exchanges data, until two
+// rounds after the last round that has data for either: by then the other member has read its slots. A member
+// that waits for no other skips to the round that follows the whole all-to-all. So its flag may show a later
+// round than another member waits for; a flag means that all rounds up to its number were published.
 //
-// A group that only small calls have used needs little memory: its slots and rings begin in *first*
-// parts of some pages, and only these are reserved when it opens. The whole slots and rings lie
-// elsewhere, and are reserved by the first larger call (slots.h), or by the first packet for which a
-// first ring has no room (transfers.h). Where that fails the first parts go on to serve.
+// A group that only small calls have used needs little memory: its slots and rings begin in *first* parts of
+// some pages, and only these are reserved when it opens. The whole slots and rings are elsewhere. They are
+// reserved by the first larger call (slots.h), or by the first packet that does not fit in a first ring
+// (transfers.h). If that fails, the first parts stay in use.
 #pragma once
 
 #include <algorithm>
@@ -37,15 +37,15 @@ constexpr std::uint32_t kVersion = 5;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "members share these by memory");
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "members share these by memory");
 
-// Where a member's buffer lies; in a line's bytes.
+// The place of a member's buffer; in a line's bytes.
 struct Place {
   std::uint64_t memory;  // that all members map: the index in the order of adding, equal on all
   std::uint64_t offset;  // in it; in the member's own memory the address
 };
 static_assert(sizeof(Place) <= kInlineBytes, "a line holds it");
 
-// The rows of a table: per member how many elements this one gives it, how many it expects of it, and
-// where in its own memory what it gives begins.
+// The rows of a table: per member, the number of elements that this member sends and expects, and the address
+// of the data in its own memory.
 enum Row : unsigned { kGiven, kExpected, kPlaces, kNumRows };
 
 // In a line's hints. Those of the stores and the probe are the first member's alone, see probe.h.
@@ -56,24 +56,24 @@ enum Hint : std::uint32_t {
   kHintShared = 8,  // the line's bytes are a Place in shared memory
   kHintStreamLittle = 16,
   kHintOwn = 32,     // the line's bytes are a Place in the member's own memory
-  kHintMissed = 64,  // this member could not do what all had to: read another's memory, or reserve
-  kHintEven = 128,   // of an all-to-all: equal parts, which lie in the slot of the round already
+  kHintMissed = 64,  // this member failed to read another's memory, or to reserve memory
+  kHintEven = 128,   // of an all-to-all: equal parts, already in the slot of the round
 };
 
 // What one member says it is calling; members must agree on all of it.
 struct Header {
-  std::uint8_t verb = 0;
+  std::uint8_t operation = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
   std::uint8_t layout = 0;  // 0 in row-major order; else it and the fingerprint are of the layout
   std::int32_t root = 0;    // for lists: a digest of the sizes
   std::uint64_t count = 0;
   std::uint32_t sequence = 0;  // its low bits
-  // Of a call of which the other fields do not show all, as of one that has a title; else 0.
+  // Of a call of which the other fields do not show all, as of a call with an operation name; else 0.
   std::uint32_t fingerprint = 0;
 
   bool operator==(const Header& other) const {
-    return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root &&
+    return operation == other.operation && dtype == other.dtype && op == other.op && root == other.root &&
            count == other.count && sequence == other.sequence && fingerprint == other.fingerprint &&
            layout == other.layout;
   }
@@ -88,7 +88,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == 24, "a line holds it beside the flag");
 
-// A flag, what it announces, and as many bytes of data as fit: one cache line for a small call.
+// A flag, the header that it announces, and some bytes of data: one cache line for a small call.
 struct alignas(kCacheLine) Line {
   std::atomic<std::uint32_t> flag;
   std::uint32_t hints;
@@ -97,7 +97,7 @@ struct alignas(kCacheLine) Line {
 };
 static_assert(sizeof(Line) == kCacheLine, "one line");
 
-// Where the threads of a member sleep. A member that changes what a sleeper may wait for looks here,
+// The threads of a member sleep here. A member that changes a value that a sleeper may wait for reads this,
 // and rings if the sleeper waits for it.
 struct alignas(kCacheLine) Seat {
   std::atomic<std::uint32_t> doorbell;
@@ -152,7 +152,7 @@ struct Geometry {
   std::uint64_t channels_at;
   std::uint64_t first_slots_at;
   std::uint64_t first_rings_at;
-  std::uint64_t first_bytes;  // what is reserved at first
+  std::uint64_t first_bytes;  // reserved at first
   std::uint64_t slots_at;
   std::uint64_t rings_at;
   std::uint64_t total_bytes;
@@ -164,7 +164,7 @@ struct Control {
 };
 
 // A one-way stream of packets between two members: bytes written and bytes read since the opening.
-struct Channel {
+struct DeviceGroup {
   alignas(kCacheLine) std::atomic<std::uint64_t> written;
   // Offers that the writer took back: the memory that they name may hold anything now.
   std::atomic<std::uint32_t> revocations;
@@ -200,7 +200,7 @@ inline Geometry plan_geometry(std::uint32_t size, std::uint64_t slot_bytes, std:
   lay(sizeof(Control));
   g.members_at = lay(size * sizeof(Member));
   g.tables_at = lay(num_slots * kNumRows * size * sizeof(std::uint64_t));
-  g.channels_at = lay(std::uint64_t{size} * size * sizeof(Channel));
+  g.channels_at = lay(std::uint64_t{size} * size * sizeof(DeviceGroup));
   g.first_slots_at = lay(num_slots * g.first_slot_bytes);
   g.first_rings_at = lay(num_rings * g.first_ring_bytes);
   g.first_bytes = at;

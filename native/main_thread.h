@@ -1,5 +1,5 @@
-// The verb that the main thread is in, as Python notes it: one that a signal's handler calls meanwhile is
-// refused, in Python.
+// The collective that the main thread is in, as Python records it. If a signal handler then calls another
+// collective, Python rejects that.
 #pragma once
 
 #include <pthread.h>
@@ -10,7 +10,7 @@ namespace meshdist {
 
 class MainThread {
  public:
-  // Notes go into `under_way`, a list of the verb, or of None. `number` is the thread's; a forked child has
+  // Notes go into `under_way`, a list of the collective, or of None. `number` is the thread's; a forked child has
   // another main thread. Called once.
   static void note_in(const nb::list& under_way, unsigned long number) {
     under_way_ = nb::borrow(under_way).release().ptr();
@@ -20,14 +20,14 @@ class MainThread {
 
   static bool is_here() { return PyThread_get_thread_ident() == number_; }
 
-  // Whether this thread is in a verb already.
+  // Whether this thread is in a collective already.
   static bool is_nested() { return PyList_GetItem(under_way_, 0) != Py_None && is_here(); }
 
-  // Notes `verb` as long as it lives, on the main thread.
+  // Notes `operation` as long as it lives, on the main thread.
   class Within {
    public:
-    explicit Within(nb::handle verb) : is_noted_(is_here()) {
-      if (is_noted_) note(verb);
+    explicit Within(nb::handle operation) : is_noted_(is_here()) {
+      if (is_noted_) note(operation);
     }
     ~Within() {
       if (is_noted_) note(nb::none());
@@ -40,7 +40,7 @@ class MainThread {
   };
 
  private:
-  static void note(nb::handle verb) { PyList_SetItem(under_way_, 0, nb::borrow(verb).release().ptr()); }
+  static void note(nb::handle operation) { PyList_SetItem(under_way_, 0, nb::borrow(operation).release().ptr()); }
 
   static inline PyObject* under_way_ = nullptr;  // kept as long as the process lives
   static inline unsigned long number_ = 0;

@@ -16,7 +16,7 @@ std::uint64_t MessageLog::note(std::uint64_t kind, std::uint64_t header) {
   Lane& lane = lanes_[kind];
   const std::uint64_t number = lane.count + 1;
   write({kind, number, header});
-  read();  // before it counts: what comes for an earlier number was compared over there
+  read();  // before it counts: the other member has compared earlier numbers
   lane.count = number;
   std::deque<Ahead>& ahead = lanes_[kind ^ 1].ahead;
   while (!ahead.empty() && ahead.front().number < number) ahead.pop_front();

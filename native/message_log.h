@@ -1,13 +1,14 @@
-// The messages between this member and one other, as both note them in words that both can read.
+// The messages between this member and another, as both record them in words that both can read.
 //
-// First come two words: how many entries were written, and how many of the other's were read. An entry is two
-// words: direction, tag and number; and the fingerprint under a seal that shows whether both are of this
-// entry. The number counts the messages of one direction and tag, so that the n-th send meets the n-th
-// receive; it is 0 for a receive whose sender is never known, after which messages of that tag cannot be
-// matched. What the other has not read is not overwritten: further entries wait in this process. Those are
-// not compared with what the other has started by the time that they are written.
+// The first two words are the number of written entries, and the number of the other member's entries that
+// were read. An entry is two words: direction, tag and number; and the fingerprint under a seal that shows
+// whether both words are of this entry. The number counts the messages of one direction and tag, so that the
+// n-th send matches the n-th receive. It is 0 for a receive whose sender is never known, after which messages
+// of that tag cannot be matched. Entries that the other member has not read are not overwritten: further
+// entries wait in this process. They are not compared with the calls that the other member starts before they
+// are written.
 //
-// Python is asked before anything changes, or after all has, so that no other thread comes between.
+// Python is called before any change, or after all changes, so that no other thread can interfere.
 #pragma once
 
 #include <deque>
@@ -47,7 +48,7 @@ class MessageLog {
   };
   struct Lane {
     std::uint64_t count = 0;  // of this member's
-    std::deque<Ahead> ahead;  // of the other's, those that have no counterpart yet
+    std::deque<Ahead> ahead;  // the other member's, without a counterpart yet
   };
 
   void find_theirs();

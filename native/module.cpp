@@ -25,7 +25,7 @@ using namespace nanobind::literals;
 namespace meshdist {
 namespace {
 
-// Where the memory of a plain tensor begins.
+// The address of a plain tensor's memory.
 void* memory_of(nb::handle tensor) { return pointer(number(tensor.attr("data_ptr")())); }
 
 // `output` becomes the reduction of `num_parts` equal parts of `data`, first to last; both are plain.
@@ -40,13 +40,13 @@ void reduce_parts(nb::handle output, nb::handle data, std::size_t num_parts, uns
   reduce(memory_of(output), parts.data(), num_parts, count);
 }
 
-// A method that is given a collective, as Python tells it, and then the `More`.
+// A method with a collective, in Python's form, and then the `More` as arguments.
 template <class... More, class Run>
 auto with_job(Run run) {
-  return [run](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op, int root,
+  return [run](PyCommunicator& self, unsigned operation, Count count, unsigned dtype, unsigned op, int root,
                Address out, Address in, const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint,
                const Layouts& layouts, More... more) {
-    Job job = self.job(verb, count, dtype, op, root, out, in);
+    Job job = self.job(operation, count, dtype, op, root, out, in);
     job.call.header.fingerprint = fingerprint;
     self.fill_in(job, outs, ins, layouts);
     return run(self, std::move(job), std::move(more)...);
@@ -75,7 +75,7 @@ NB_MODULE(native, m) {
 
   nb::exception<std::system_error>(m, "SystemError_", PyExc_OSError);
   m.attr("DTYPES") = codes_of(kDtypeNames, std::tolower);
-  m.attr("VERBS") = codes_of(kVerbNames, std::tolower);
+  m.attr("OPERATIONS") = codes_of(kOperationNames, std::tolower);
   m.attr("OPS") = codes_of(kOpNames, std::toupper);
   m.attr("STATUSES") = codes_of(kStatusNames, std::toupper);
 
@@ -107,7 +107,7 @@ NB_MODULE(native, m) {
       .def_ro("has_exited", &Failure::has_exited)
       .def_ro("source", &Failure::source)
       .def_ro("other_note", &Failure::other_note);
-  // As `Operation` in Python has them.
+  // As `Request` in Python has them.
   nb::class_<PyOperation>(m, "Started")
       .def("wait", &PyOperation::wait)
       .def("wait_plainly", &PyOperation::wait_plainly)
@@ -124,8 +124,8 @@ NB_MODULE(native, m) {
            [](nb::handle self) {
              const int source = nb::cast<PyOperation&>(self).source();
              if (source >= 0) return nb::object(nb::int_(source));
-             const nb::object operations = nb::module_::import_("meshdist.wires.operations");
-             return nb::object(operations.attr("Operation").attr("source")(self));  // raises
+             const nb::object requests = nb::module_::import_("meshdist.backends.requests");
+             return nb::object(requests.attr("Request").attr("source")(self));  // raises
            })
       .def_prop_ro_static("is_plain", [](nb::handle) { return true; })
       .def_prop_ro_static("on_stream", [](nb::handle) { return false; })
@@ -177,7 +177,7 @@ NB_MODULE(native, m) {
            "log_level"_a, "ranks"_a, "member"_a, "calls"_a, "disagree"_a, "fingerprints"_a.none(),
            "check_every"_a, "get_level"_a.none(), "most_level"_a, "device_type"_a)
       .def("enter", &Entry::enter_even);
-  m.def("note_verbs_in", &MainThread::note_in, "under_way"_a, "number"_a);
+  m.def("note_operations_in", &MainThread::note_in, "under_way"_a, "number"_a);
   nb::class_<Runner>(m, "Runner");
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
       .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(), nb::keep_alive<1, 2>(),
@@ -194,7 +194,7 @@ NB_MODULE(native, m) {
   });
   bind_python_runner(m);
   bind_fast_path(m);
-  bind_verb_calls(m);
+  bind_operation_calls(m);
   m.def("knows_torch", [] { return TorchTensor::here().is_known(); });
   c.def_ro("last_source", &PyCommunicator::last_source);
   c.def("last_failure", &PyCommunicator::last_failure, nb::rv_policy::copy);
@@ -207,7 +207,7 @@ NB_MODULE(native, m) {
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
   c.def("close", &PyCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
   c.def("announce_end", [](PyCommunicator& self) { self.end->announce_end(); });
-  // Whether parts of some size are read where they lie in other members' memory; see reach.h.
+  // Whether parts of some size are read from other members' memory; see reach.h.
   c.def_prop_ro("reads_others",
                 [](PyCommunicator& self) { return self.progress->collectives().reads_others(); });
   // For measurements.

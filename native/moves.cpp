@@ -1,4 +1,4 @@
-// The verbs that move data as it is: broadcast, gather, scatter and all-gather.
+// The collectives that move data as it is: broadcast, gather, scatter and all-gather.
 #include <algorithm>
 
 #include "collectives.h"
@@ -30,7 +30,7 @@ Status Collectives::broadcast(Job& job) {
 Status Collectives::all_gather(Job& job) {
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
-  const bool varies = job.verb() == Verb::all_gather_v, is_for_all = job.verb() != Verb::gather;
+  const bool varies = job.operation() == OperationSpec::all_gather_v, is_for_all = job.operation() != OperationSpec::gather;
   const bool is_root = job.root() == static_cast<int>(me);
   const bool gives = is_for_all || !is_root, takes = is_for_all || is_root;
   if (varies) {

@@ -29,7 +29,7 @@ std::uint64_t Notes::keep_message(nb::handle group, nb::handle call, nb::handle 
 
 nb::object Notes::find(std::uint64_t number) const {
   // A copy: making the tuple may collect garbage, and a finalizer may note a call in this place.
-  const Note note = kept_[number % kept_.size()];
+  const CallRecord note = kept_[number % kept_.size()];
   if (number == 0 || note.number != number) return nb::none();
   return tuple_of(whole(note.sequence), note.group, note.call, note.sizes, note.among_its_kind, note.code,
                   note.instruction, no_stack_);
@@ -48,7 +48,7 @@ std::uint64_t Notes::keep(nb::handle group, nb::handle call, nb::handle sizes, n
     code = code_of(frame);
   }
   const std::uint64_t noted = num_notes() + 1;
-  Note note{noted,
+  CallRecord note{noted,
             sequence(),
             nb::borrow(group),
             nb::borrow(call),

@@ -1,5 +1,5 @@
 // Notes of the calls of one member, as `Recorder` in Python makes them, with its counters: the fields of
-// `Note` in `checking/calls.py`, made as tuples only for readers.
+// `CallRecord` in `checking/calls.py`, made as tuples only for readers.
 #pragma once
 
 #include "words.h"
@@ -10,7 +10,7 @@ class Notes {
  public:
   // `counts`, `num_messages`: a recorder's own; as many notes are kept as it keeps. `moments` counts
   // the notes of all recorders, `is_between` has for each file whether it lies between the program and the
-  // verbs, and `no_stack` stands for the stack.
+  // collectives, and `no_stack` stands for the stack.
   Notes(nb::object counts, std::uint64_t num_kept, nb::dict num_messages, nb::object moments,
         nb::object is_between, nb::object no_stack)
       : counts_(std::move(counts)), moments_(std::move(moments)), kept_(num_kept),
@@ -34,7 +34,7 @@ class Notes {
 
  private:
   static constexpr std::uint64_t kSequence = 0, kMoment = 1, kNumNotes = 2;  // as in `Recorder`
-  struct Note {
+  struct CallRecord {
     std::uint64_t number = 0, sequence = 0;
     nb::object group, call, sizes, among_its_kind, code, instruction;
   };
@@ -43,7 +43,7 @@ class Notes {
   nb::object first_frame() const;
 
   const Words counts_, moments_;
-  std::vector<Note> kept_;
+  std::vector<CallRecord> kept_;
   const nb::dict num_messages_;
   const nb::object is_between_, no_stack_;
   const nb::object get_frame_, depth_, none_;

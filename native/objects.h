@@ -31,7 +31,7 @@ inline nb::object checked(PyObject* made) {
   return nb::steal(made);
 }
 
-// The name of an attribute or verb, made when the module is loaded; it lives as long as the process.
+// The name of an attribute or collective, made when the module is loaded; it lives as long as the process.
 struct Name {
   explicit Name(const char* text) : object(PyUnicode_InternFromString(text)) {}
   PyObject* const object;

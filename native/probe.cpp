@@ -26,8 +26,8 @@ constexpr std::size_t kLittleTrialBytes = 8 * 1024;
 constexpr std::size_t kMuchTrialBytes = 128 * 1024;
 // The same state measures within some per cent; the two states differ threefold.
 constexpr double kSameHop = 1.4;
-// Where the cores share no cache, stores past it take a quarter of the time. Where they do, plain
-// ones take half of it, but on a busy machine as much: so only a clear answer counts.
+// If the cores share no cache, stores past the cache take a quarter of the time. If they do, plain stores
+// take half of it, but on a busy machine the same time: so only a clear result counts.
 constexpr double kClearly = 0.6;
 
 }  // namespace
@@ -81,8 +81,8 @@ double Probe::hop_ns() {
   return best == kForever ? 0.0 : static_cast<double>(best) / end_.size;
 }
 
-// One round as collectives do it: copy into the slot, publish, wait, copy out of the next member's.
-// Where ranks share cores only the copies are timed, since waiting takes any time there.
+// One round as collectives do it: copy into the slot, publish, wait, copy out of the next member's slot. If
+// ranks share cores, only the copies are timed, since waits then take arbitrary time.
 Status Probe::time_round(const Call& call, bool streams, std::size_t bytes, double& took) {
   const std::uint64_t round = rounds_.next();
   const std::size_t num_places = slots_.bytes() / bytes;
@@ -112,7 +112,7 @@ Status Probe::measure_both(const Call& call, Times& little, Times& much) {
   const int num_cold = static_cast<int>(kDepth * (slot_bytes / much_bytes));
   // Ranks that share cores pay for every round.
   const int num_trials = end_.is_crowded ? kCrowdedTrials : kTrials;
-  // The best of `num_trials` rounds, behind `num_first` that do not count.
+  // The best of `num_trials` rounds, after `num_first` rounds that do not count.
   const auto measure = [&](bool streams, std::size_t bytes, int num_first, double& best) {
     for (int i = 0; i < num_first + num_trials; ++i) {
       double took = 0;
@@ -137,7 +137,7 @@ Status Probe::before(const Call& call) {
   if (is_idle()) return Status::ok;
   is_due_ = false;
   if (end_.size < 2) return Status::ok;
-  // Start together; and learn from the first member, by a second round, what is to follow.
+  // Start together. A second round publishes the first member's decision.
   Status status = rounds_.wait_for_next(call);
   if (status != Status::ok) return status;
   const double hop = end_.is_crowded ? 1.0 : hop_ns();
@@ -147,7 +147,7 @@ Status Probe::before(const Call& call) {
   auto known = std::min_element(known_.begin(), known_.end(),
                                 [&](const Known& a, const Known& b) { return ratio(a) < ratio(b); });
   if (end_.rank == 0) {
-    const bool was_lost = hop == 0.0 && !known_.empty();  // stay with what is known, try again later
+    const bool was_lost = hop == 0.0 && !known_.empty();  // keep the known result, retry later
     const bool is_new = known == known_.end() || ratio(*known) > kSameHop;
     if (!was_lost && known != known_.end()) hints = known->hints();
     // A busy machine makes every lap look new: the nearest will do meanwhile.

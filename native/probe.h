@@ -1,13 +1,12 @@
-// Which stores suit the path between the members: plain ones, or ones past the cache.
+// Find which stores suit the path between the members: plain stores, or stores past the cache.
 //
-// Where the cores share a cache, plain stores into a slot are twice as fast as stores past it, since
-// the reader finds them in the cache; where they do not, every line of a slot that is written again
-// is first fetched from the reader's cache, and plain stores are five times slower. Virtual
-// machines change from one to the other while a program runs. So the members measure both ways at
-// the first call with whole slots, within a millisecond, with rounds of few bytes and of many (few stay in
-// the cores' own caches), and note how long a cache line takes from core to core. That time they take again
-// every now and then, in some microseconds; only when it is one not seen before, or seen last a second ago,
-// do they measure both ways again.
+// If the cores share a cache, plain stores into a slot are twice as fast as stores past it, since the reader
+// finds them in the cache. If not, every line of a slot that is written again is first fetched from the
+// reader's cache, and plain stores are five times slower. Virtual machines change from one case to the other
+// while a program runs. So the members measure both kinds at the first call with whole slots, within a
+// millisecond, with rounds of few bytes and of many (few stay in the cores' own caches), and record how long
+// a cache line takes from core to core. They repeat this last measurement every now and then, in some
+// microseconds. Only if its result is new, or was last seen a second ago, do they measure both kinds again.
 #pragma once
 
 #include <cmath>
@@ -36,11 +35,11 @@ class Probe {
   // On the first member: request a probe with this call, of `bytes` bytes, if the last is old.
   void consider(std::size_t bytes);
 
-  // After the members agreed on a call: what the first member found.
+  // Use the first member's result, after the members agreed on a call.
   void heed(std::uint64_t round);
 
  private:
-  struct Times {  // the best of both kinds, slowly forgotten
+  struct Times {  // the best of both kinds; old results lose weight
     double plain = HUGE_VAL, streamed = HUGE_VAL;
     void learn(const Times& now, double forgetting);
     bool streams() const;

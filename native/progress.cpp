@@ -17,7 +17,7 @@ constexpr Nanoseconds kBegunSlice = 1'000'000;
 
 }  // namespace
 
-// `running_`, where all that was started before is done and no other thread runs a call.
+// Return `running_` if all earlier calls are done and no other thread runs a call.
 std::unique_lock<std::mutex> Progress::lock_if_idle() {
   if (unfinished_.load(std::memory_order_acquire) != 0) return {};
   return {running_, std::try_to_lock};
@@ -38,7 +38,7 @@ Status Progress::run(Job& job, Failure& failure, std::unique_lock<std::mutex>& l
     const Interruption interruption = job.call.interruption;
     TicketPtr ticket = start(std::move(job));
     const Status status = wait(ticket, deadline, interruption);
-    if (status == Status::interrupted) {  // it uses memory of a caller that goes on
+    if (status == Status::interrupted) {  // it uses memory of a caller that continues
       end_->end(status, static_cast<int>(end_->rank));
       wait(ticket, kForever, nullptr);
     }
@@ -76,7 +76,7 @@ TicketPtr Progress::start(Job&& job) {
   if (begin(ticket)) return ticket;
   std::lock_guard<std::mutex> lock(mutex_);
   if (!has_thread_) {
-    // The thread owns what it works on, but for the caller's memory.
+    // The thread owns its data, except for the caller's memory.
     std::thread([self = shared_from_this()] { self->work(); }).detach();
     has_thread_ = true;
   }
@@ -91,7 +91,7 @@ bool Progress::begin(const TicketPtr& ticket) {
   const std::unique_lock<std::mutex> lock = lock_if_idle();
   if (!lock.owns_lock()) return false;
   if (begun_ != nullptr && (!collectives_.may_finish() || !finish_begun({}))) return false;
-  if (end_->size == 1) {  // there is nobody to wait for
+  if (end_->size == 1) {  // no thread to wait for
     Failure failure;
     const Status status = run_here(ticket->job, failure);
     ticket->end(status, std::move(failure));

@@ -1,6 +1,6 @@
-// Collectives that are started: those of one round and few bytes are begun by their caller, and
-// finished by whoever waits for them, polls, or runs the next one; all others run in order, beside the
-// program, on a thread that starts at first use.
+// Collectives that are started. The caller begins collectives of one round and few bytes; the thread that
+// waits for them, polls, or runs the next collective finishes them. All others run in order on a background
+// thread, which starts at first use.
 #pragma once
 
 #include <atomic>
@@ -53,7 +53,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Whether `ticket` is done, also by what takes no waiting; where it `is_awaited`, by some two microseconds.
   bool test(const TicketPtr& ticket, bool is_awaited = false);
 
-  // Wait for `ticket`. Where time runs out the communicator ends, since nothing behind it can run.
+  // Wait for `ticket`. A timeout ends the communicator, since no later call can run.
   Status wait(const TicketPtr& ticket, Nanoseconds deadline, Interruption interruption);
 
   // Return once no collective uses the caller's memory any more, in ten seconds at most: the

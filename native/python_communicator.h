@@ -48,35 +48,35 @@ int wait_for(Owner& owner, const What& what, double timeout) {
   return outcome(status);
 }
 
-// What the Works of one path's calls are made with, in the order in which Python gives it: the class of a
-// Work whose operation is Python's, that of one whose is the core's, the group's timeout, what makes the
-// error of a failure, the group's name, what warns of a Work that is dropped, what returns the group, and
-// whether streams may have to wait for the call.
+// The arguments of the Works of a path's calls, in Python's order: the class of a Work with a Python
+// operation, the class of a Work with an operation of the core, the group's timeout, a function that makes a
+// failure's error, the group's name, a function that warns of a dropped Work, a function that returns the
+// group, and whether streams may have to wait for the call.
 struct WorkTerms {
   nb::object of_python, of_core, timeout, explain, group, warn_dropped, user, uses_streams;
 };
 
-// What one Work has of its own, but for its result and its user: no collector of garbage sees what is here.
+// The fields of a single Work, except its result and user. The garbage collector does not traverse them.
 struct WorkFacts {
   std::shared_ptr<const WorkTerms> terms;
-  nb::handle verb;  // which lives as long as the process
+  nb::handle operation;  // which lives as long as the process
   nb::object warn_dropped;
   std::uint64_t note = 0;
 
   // The arguments of a Work, in the order of `Work` in Python.
-  nb::object with(nb::handle operation, nb::handle result, nb::handle user) const {
+  nb::object with(nb::handle request, nb::handle result, nb::handle user) const {
     const nb::object none = nb::none();
-    return tuple_of(operation, terms->timeout, terms->explain, result, none, verb, terms->group,
+    return tuple_of(request, terms->timeout, terms->explain, result, none, operation, terms->group,
                     nb::bool_(false), none, whole(note), warn_dropped, user, terms->uses_streams);
   }
 };
 
-// A collective or a message in flight, which keeps its tensors: an `Operation` of Python's. Where it
-// is dropped before it is done the tensors stay, since a thread of the core may write to them; the
-// next that is made frees those of calls that are done by then.
+// A collective or message in flight, which keeps its tensors: a `Request` of Python. If it is dropped before
+// it is done, the tensors stay alive, since a thread of the core may write to them; later operations free the
+// tensors of finished calls.
 class PyOperation {
  public:
-  // `number` is that of the call, and `message` (is_send, peer, tag) or None, as `failures` takes them.
+  // `number` is the call's, and `message` (is_send, peer, tag) or None, as for `failures`.
   PyOperation(nb::object kept, std::uint64_t number, nb::object message = nb::none())
       : kept_(std::move(kept)), number_(number), message_(std::move(message)) {
     std::vector<nb::object> freed;  // at the end: that may make another operation
@@ -93,7 +93,7 @@ class PyOperation {
   virtual ~PyOperation() {
     const nb::object& warn_dropped = facts_.warn_dropped;
     if (!warn_dropped.is_valid() || warn_dropped.is_none()) return;
-    const nb::error_scope scope;  // the program may drop it as an error goes on
+    const nb::error_scope scope;  // the program may drop it while an error propagates
     try {
       call_with(warn_dropped, whole(facts_.note));
     } catch (nb::python_error& error) {
@@ -107,9 +107,9 @@ class PyOperation {
   virtual bool is_done() = 0;
   virtual Failure failure() const { return {}; }  // empty where `finish` makes the error
   virtual int source() const { return -1; }
-  // Whether a wait lets the current stream wait, and the operation goes on.
+  // Whether a wait makes the current stream wait, while the operation continues.
   virtual bool is_on_stream() const { return false; }
-  // The operation of a Work that has fields of its own.
+  // The operation of a Work that has its own fields.
   virtual nb::object of_work() const { return nb::find(this); }
 
   // Serve a Work that has this, its result and its user alone: wait within the group's timeout, as what
@@ -120,7 +120,7 @@ class PyOperation {
     wait_name_ = nb::borrow(wait);
   }
 
-  // Whether it is done and well, as the only verb of its thread; where it is not, `finish` says why.
+  // Whether it is done and well, as the only collective of its thread; where it is not, `finish` says why.
   bool wait_plainly() {
     if (is_waited_for_) return true;
     if (!wait_name_.is_valid() || MainThread::is_nested()) return false;
@@ -131,10 +131,10 @@ class PyOperation {
     return is_well;
   }
 
-  // Nobody need know when it is done.
+  // No caller needs to know when it is done.
   void may_be_dropped() { facts_.warn_dropped = nb::none(); }
 
-  // The Work has fields of its own from now on: what it is made with, and whether it has waited.
+  // From now on the Work has its own fields: its constructor's arguments, and whether it has waited.
   nb::object leave_work(nb::handle result, nb::handle user) {
     const nb::object fields = facts_.with(of_work(), result, user);
     wait_name_.reset();
@@ -156,7 +156,7 @@ class PyOperation {
   nb::object kept_;
   WorkFacts facts_;
 
-  // For the destructors of what can tell whether it is done.
+  // For the destructors of operations that know whether they are done.
   template <class IsDone>
   void leave(IsDone is_done) {
     if (kept_.is_valid() && !is_done()) left.emplace_back(is_done, kept_.release().ptr());
@@ -259,15 +259,15 @@ class PyCommunicator : public Communicator {
   PyCommunicator(int fd, unsigned rank, std::vector<int> pidfds)
       : PyCommunicator(fd, rank, Processes(std::move(pidfds))) {}
 
-  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in) const {
-    if (verb >= kNumVerbs || dtype >= kNumDtypes || op >= kNumOps) {
-      throw std::invalid_argument("no such code of a verb, dtype or operation");
+  Job job(unsigned operation, Count count, unsigned dtype, unsigned op, int root, Address out, Address in) const {
+    if (operation >= kNumOperations || dtype >= kNumDtypes || op >= kNumOps) {
+      throw std::invalid_argument("no such code of a collective, dtype or operation");
     }
     if (root < 0 || root >= static_cast<int>(end->size)) {
       throw std::invalid_argument("root lies outside the group");
     }
     Job job;
-    job.call.header.verb = static_cast<std::uint8_t>(verb);
+    job.call.header.operation = static_cast<std::uint8_t>(operation);
     job.call.header.dtype = static_cast<std::uint8_t>(dtype);
     job.call.header.op = static_cast<std::uint8_t>(op);
     job.call.header.root = root;
@@ -278,13 +278,13 @@ class PyCommunicator : public Communicator {
   }
   // Complete `it` with what not every call has.
   void fill_in(Job& it, const Buffers& outs, const Buffers& ins, const Layouts& layouts) const {
-    const auto verb = static_cast<unsigned>(it.verb());
-    if (!fits(outs, kOutputs[verb], it.root()) || !fits(ins, kInputs[verb], it.root())) {
-      throw std::invalid_argument("the verb takes another number of buffers");
+    const auto operation = static_cast<unsigned>(it.operation());
+    if (!fits(outs, kOutputs[operation], it.root()) || !fits(ins, kInputs[operation], it.root())) {
+      throw std::invalid_argument("the collective takes another number of buffers");
     }
     for (auto [address, elements] : outs) it.outs.push_back({pointer(address), elements});
     for (auto [address, elements] : ins) it.ins.push_back({pointer(address), elements});
-    if (it.verb() == Verb::all_reduce_list) sign(it);
+    if (it.operation() == OperationSpec::all_reduce_list) sign(it);
     lay(it, layouts);
   }
 
@@ -304,7 +304,7 @@ class PyCommunicator : public Communicator {
   }
   std::unique_ptr<PyTicket> start(Job&& job, double timeout, nb::object kept, std::uint64_t number) {
     job.call.deadline = deadline_after(timeout);
-    TicketPtr ticket = progress->start(std::move(job));  // waits for nobody
+    TicketPtr ticket = progress->start(std::move(job));  // does not wait
     return std::make_unique<PyTicket>(progress, std::move(ticket), std::move(kept), number);
   }
 
@@ -337,11 +337,11 @@ class PyCommunicator : public Communicator {
     }
     return std::make_unique<PyTransfer>(end, transfers, std::move(it), std::move(kept), std::move(message));
   }
-  // Do a transfer, and call `note()`, which may raise: as soon as it has started, where that takes no
-  // waiting, so that the other side waits less. Returns the status, and after a receive keeps its source in
+  // Do a transfer, and call `note()`, which may raise: if starting takes no wait, only after the start, so
+  // that the other side waits less. Returns the status, and after a receive keeps its source in
   // `last_source`.
-  template <class Note>
-  int run_transfer(const TransferPtr& it, double timeout, Note note) {
+  template <class CallRecord>
+  int run_transfer(const TransferPtr& it, double timeout, CallRecord note) {
     const bool is_quick = transfers->starts_at_once(*it);
     if (!is_quick) note();
     Status status = Status::ok;
@@ -395,7 +395,7 @@ class PyCommunicator : public Communicator {
   }
 
   static void lay(Job& job, const Layouts& layouts) {
-    const bool is_list = job.verb() == Verb::all_reduce_list;
+    const bool is_list = job.operation() == OperationSpec::all_reduce_list;
     if (!layouts.empty() && layouts.size() != (is_list ? job.outs.size() : 1)) {
       throw std::invalid_argument("as many layouts as buffers are needed");
     }

@@ -49,21 +49,21 @@ nb::object listed(const nb::object& tensors) {
 nb::object first(const nb::object& tuple) { return flat(PyTuple_GetItem(tuple.ptr(), 0)); }
 
 bool is_list(const Collective& call) {
-  return call.verb == Verb::all_to_all && PyTuple_Check(call.read.ptr());
+  return call.operation == OperationSpec::all_to_all && PyTuple_Check(call.read.ptr());
 }
 
 // The arguments of the method or function before its options.
 Arguments arguments_of(const Collective& call) {
-  switch (call.verb) {
-    case Verb::all_reduce: return {checked(PySequence_List(call.written.ptr()))};
-    case Verb::reduce:
-    case Verb::broadcast: return {flats(call.written.is_valid() ? call.written : call.read)};
-    case Verb::all_gather:
-    case Verb::reduce_scatter: return {first(call.written), flat(call.read)};
-    case Verb::all_gather_v:
-    case Verb::gather: return {listed(flats(call.written)), flats(call.read)};
-    case Verb::scatter: return {flats(call.written), listed(flats(call.read))};
-    case Verb::all_to_all: {
+  switch (call.operation) {
+    case OperationSpec::all_reduce: return {checked(PySequence_List(call.written.ptr()))};
+    case OperationSpec::reduce:
+    case OperationSpec::broadcast: return {flats(call.written.is_valid() ? call.written : call.read)};
+    case OperationSpec::all_gather:
+    case OperationSpec::reduce_scatter: return {first(call.written), flat(call.read)};
+    case OperationSpec::all_gather_v:
+    case OperationSpec::gather: return {listed(flats(call.written)), flats(call.read)};
+    case OperationSpec::scatter: return {flats(call.written), listed(flats(call.read))};
+    case OperationSpec::all_to_all: {
       if (is_list(call)) return {flats(call.written), flats(call.read)};
       nb::list takes, gives;
       for (std::size_t i = 0; i < call.outs.size(); ++i) {
@@ -87,31 +87,31 @@ nb::object call_by_list(nb::handle function, const Arguments& given) {
 // A collective that a method has started, with the Python operation that waits for it.
 class PythonStarted final : public PyOperation {
  public:
-  explicit PythonStarted(nb::object operation)
-      : PyOperation({}, 0), operation_(std::move(operation)),
-        is_on_stream_(is_true(get(operation_, names::on_stream))) {}
+  explicit PythonStarted(nb::object request)
+      : PyOperation({}, 0), request_(std::move(request)),
+        is_on_stream_(is_true(get(request_, names::on_stream))) {}
 
   int wait(double timeout) override {
-    if (is_true(facts_.terms->uses_streams) && !is_on_stream_) return 1;  // Python orders streams behind it
-    return static_cast<int>(number(call(operation_, names::wait, nb::float_(is_on_stream_ ? 0 : timeout))));
+    if (is_true(facts_.terms->uses_streams) && !is_on_stream_) return 1;  // Python orders streams after it
+    return static_cast<int>(number(call(request_, names::wait, nb::float_(is_on_stream_ ? 0 : timeout))));
   }
-  bool is_done() override { return is_true(call(operation_, names::poll)); }
+  bool is_done() override { return is_true(call(request_, names::poll)); }
   bool is_on_stream() const override { return is_on_stream_; }
-  nb::object of_work() const override { return operation_; }
+  nb::object of_work() const override { return request_; }
 
  private:
-  const nb::object operation_;
+  const nb::object request_;
   const bool is_on_stream_;
 };
 
 class PythonRunner final : public Runner {
  public:
-  // Methods are those of `communicator.torch_group`; `communicator.failure` makes a wire's failure of
-  // their errors. Functions use neither. `find(verb, op, dtype, root, is_list, is_empty)` returns the
-  // shortcut of a kind of call, as in `meshdist/wires/c10d/shortcuts.py`, with a method's name or a
-  // function; None leaves these calls to Python. `end(work, note)` waits for a work that is not None; of
-  // calls that are started, `end(work, then, note)` returns the operation. `explain(error)` returns the
-  // error to raise.
+  // Methods are methods of `communicator.torch_group`; `communicator.failure` converts their errors to a
+  // backend's failure. Functions use neither. `find(operation, op, dtype, root, is_list, is_empty)` returns
+  // the shortcut of a kind of call, as in `meshdist/backends/c10d/fast_path.py`, with a method's name or a
+  // function; None leaves these calls to Python. `end(work, note)` waits for a work that is not None; for
+  // calls that are started, `end(work, then, note)` returns the operation. `explain(error)` returns the error
+  // to raise.
   PythonRunner(nb::object communicator, nb::object find, nb::object end, nb::object explain)
       : Runner(0), communicator_(std::move(communicator)), find_(std::move(find)), end_(std::move(end)),
         explain_(std::move(explain)) {}
@@ -135,10 +135,10 @@ class PythonRunner final : public Runner {
   nb::object start(const Collective& call) override {
     try {
       const Begun begun = begin(call);
-      nb::object operation = call_with(end_, begun.work, begun.then, whole(call.note));
+      nb::object request = call_with(end_, begun.work, begun.then, whole(call.note));
       // What completes a result on a stream is ordered by a Work of Python's.
-      if (!begun.then.is_none()) return operation;
-      return nb::cast(std::make_unique<PythonStarted>(std::move(operation)));
+      if (!begun.then.is_none()) return request;
+      return nb::cast(std::make_unique<PythonStarted>(std::move(request)));
     } catch (nb::python_error& error) {
       raise_error(call_with(explain_, nb::borrow(error.value())));
     }
@@ -151,19 +151,19 @@ class PythonRunner final : public Runner {
     nb::object method, options, prepare;  // no method if Python does it
     std::uint64_t most_bytes = 0;
   };
-  // The work, and what completes the result behind it, or None.
+  // The work, and a function that completes the result afterwards, or None.
   struct Begun {
     nb::object work, then;
   };
-  using Kind = std::tuple<Verb, std::int64_t, unsigned, std::int64_t, bool, bool>;
+  using Kind = std::tuple<OperationSpec, std::int64_t, unsigned, std::int64_t, bool, bool>;
 
   const Shortcut& find(const Collective& call) const {
     const bool is_empty = call.count == 0 && call.in_counts.empty();
-    const Kind kind{call.verb, call.header.op, call.dtype, call.header.root, is_list(call), is_empty};
+    const Kind kind{call.operation, call.header.op, call.dtype, call.header.root, is_list(call), is_empty};
     auto found = shortcuts_.find(kind);
     if (found == shortcuts_.end()) {
       const nb::object made =
-          call_with(find_, nb::str(kVerbNames[static_cast<unsigned>(call.verb)]), whole(call.header.op),
+          call_with(find_, nb::str(kOperationNames[static_cast<unsigned>(call.operation)]), whole(call.header.op),
                     whole(call.dtype), whole(call.header.root), nb::bool_(is_list(call)),
                     nb::bool_(is_empty));
       Shortcut shortcut;

@@ -1,10 +1,10 @@
-// Reading another member's memory where it lies: one copy where slots and rings take two.
+// Read another member's memory directly: a single copy instead of two through slots and rings.
 //
-// The kernel lets a process read another one's memory where it may also attach a debugger to it:
-// the same user, and nothing stricter in force (Yama's ptrace_scope, a container's seccomp filter).
-// So it is tried before it is relied on, and done only where each member has a core of its own:
-// ranks that share cores are faster by slots, where one copies in what all others read (4 ranks on
-// 2 cores took 1.2 to 2 times as long with it).
+// The kernel lets a process read another process's memory if it may also attach a debugger to it: the same
+// user, and no stricter rule in force (Yama's ptrace_scope, a container's seccomp filter). So members try it
+// before they rely on it, and use it only if each member has a core to itself: ranks that share cores are
+// faster by slots, where one member copies in the data that all others read (4 ranks on 2 cores took 1.2 to 2
+// times as long with it).
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The verbs that reduce: all-reduce, reduce and reduce-scatter.
+// The collectives that reduce: all-reduce, reduce and reduce-scatter.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -13,11 +13,11 @@ namespace {
 // What is reduced at a time where the result is copied on, and stays in the L1 cache until then.
 constexpr std::size_t kL1BlockBytes = 8192;
 
-// Call `use(data, offset, count)` for the stretches of the elements [start, start + count) that lie one
-// after the other in what `job` reduces: one buffer, or those of a list.
+// Call `use(data, offset, count)` for each contiguous stretch of the elements [start, start + count) that
+// `job` reduces, in one buffer or several.
 template <class Use>
 void for_stretches(const Job& job, std::uint64_t start, std::uint64_t count, std::size_t item, Use use) {
-  if (job.verb() != Verb::all_reduce_list) return use(job.out + start * item, 0, count);
+  if (job.operation() != OperationSpec::all_reduce_list) return use(job.out + start * item, 0, count);
   std::uint64_t done = 0;
   for (const Part& part : job.outs) {
     if (done == count) return;
@@ -42,7 +42,7 @@ Status Collectives::all_reduce(Job& job) {
 }
 
 Status Collectives::reduce_whole(Job& job) {
-  // Drawn case: 3 members sum 2 numbers of 4 bytes in round g, then 12 numbers in round g + 1.
+  // Worked example: 3 members sum 2 numbers of 4 bytes in round g, then 12 numbers in round g + 1.
   //
   //   round g      line g % 4 of the member       as soon as it sees all flags, each member
   //   member 0     flag g + 1, bytes 1 2          adds up its own tensor and the others' bytes,
@@ -61,13 +61,13 @@ Status Collectives::reduce_whole(Job& job) {
   // Member 0 publishes g + 3 once it has seen g + 2 of all, and member 2 has read g by then. So
   // g + 4 may lie where g lay. Of three lines g + 3 would lie there; a member writes that once it has
   // published g + 2, for which it has seen g + 1 of all, and member 2 may still read g.
-  const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
+  const bool takes = job.operation() != OperationSpec::reduce || job.root() == static_cast<int>(end_.rank);
   const std::uint64_t count = job.count();
   const bool is_inline = count * item_ <= kInlineBytes;
   const std::size_t bytes = count * item_;
   const std::uint64_t per_chunk = lay_out(1, bytes, near_chunk(bytes)) / item_;
 
-  const bool gives = job.verb() != Verb::reduce || !takes;  // no member reads the root's input
+  const bool gives = job.operation() != OperationSpec::reduce || !takes;  // no member reads the root's input
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::uint64_t start = i * per_chunk;
     if (!gives || start >= count) return;
@@ -94,7 +94,7 @@ Status Collectives::reduce_whole(Job& job) {
 }
 
 Collectives::Input Collectives::reduce_input(const Job& job) const {
-  if (job.verb() != Verb::all_reduce) return {};  // the others must not be written to, or are many
+  if (job.operation() != OperationSpec::all_reduce) return {};  // the others must not be written to, or are many
   return {job.out, job.count() * item_, kEveryone};
 }
 
@@ -122,18 +122,18 @@ void Collectives::reduce_shared(const Job& job) {
   }
 }
 
-// Whether two members reduce each a half of what they read where it lies; both answer the same.
+// Whether each of two members reduces a half of the inputs directly from memory; equal on both.
 bool Collectives::is_halved(const Job& job) const {
   const std::size_t bytes = job.count() * item_;
   const std::size_t least = streams(bytes) ? tuning.far_halves_least_bytes : tuning.halves_least_bytes;
-  return job.verb() == Verb::all_reduce && end_.size == 2 && reads_others_ && bytes >= least &&
+  return job.operation() == OperationSpec::all_reduce && end_.size == 2 && reads_others_ && bytes >= least &&
          bytes <= tuning.halves_most_bytes;
 }
 
 // Each fetches its half of the other's data and reduces it into its own; then it fetches the half
 // that the other has reduced.
 Status Collectives::reduce_by_halves(Job& job) {
-  // Drawn case: 2 members sum 48 floats, a and b: 3 cache lines, of which member 0 reduces two and
+  // Worked example: 2 members sum 48 floats, a and b: 3 cache lines, of which member 0 reduces two and
   // member 1 the last. A block that is fetched has 16 floats.
   //
   //                0:16    16:32    32:48
@@ -206,7 +206,7 @@ Status Collectives::reduce_half(const Job& job, Ends& ends) {
   return rounds_.has_anyone_missed() ? Status::unsupported : Status::ok;
 }
 
-// Finish by slots: each member has reduced what lies before its end in its half, and not the rest.
+// Finish by slots: each member has reduced its half up to its end, and not the rest.
 Status Collectives::finish_halves(Job& job, const Ends& ends) {
   const std::uint64_t per_chunk = lay_out(1, job.count() * item_) / item_;
   const auto go_through = [&](Range range, auto take) {
@@ -241,7 +241,7 @@ Status Collectives::finish_halves(Job& job, const Ends& ends) {
 }
 
 Status Collectives::reduce_by_parts(Job& job) {
-  const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
+  const bool takes = job.operation() != OperationSpec::reduce || job.root() == static_cast<int>(end_.rank);
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
   const std::uint64_t count = job.count();
@@ -316,7 +316,7 @@ Status Collectives::reduce_by_parts(Job& job) {
     reduce_shared(job);
     return finish_direct(job, true);
   }
-  if (sharing == Sharing::some) {  // members that offered have written nothing: begin anew
+  if (sharing == Sharing::some) {  // members that offered have written nothing: start over
     first = rounds_.next();
     write(0, first);
     rounds_.publish();
@@ -363,10 +363,10 @@ void Collectives::reduce_out(Bytes to, std::uint64_t count) {
   }
 }
 
-// Whether the result of a reduce-scatter would be written over what is still to be read. Its own
-// part of the input is read before it is written, if the two begin together.
+// Whether the result of a reduce-scatter would overwrite input that is still to be read. Its own part of the
+// input is read before it is written, if the two begin together.
 bool Collectives::writes_over_input(const Job& job) const {
-  const bool varies = job.verb() == Verb::reduce_scatter_v;
+  const bool varies = job.operation() == OperationSpec::reduce_scatter_v;
   const Part out = varies ? job.outs[0] : Part{job.out, job.count()};
   const Bytes end = out.data + out.count * item_;
   for (unsigned j = 0; j < end_.size; ++j) {
@@ -379,7 +379,7 @@ bool Collectives::writes_over_input(const Job& job) const {
 
 Status Collectives::reduce_scatter(Job& job) {
   if (writes_over_input(job)) {
-    const bool is_list = job.verb() == Verb::reduce_scatter_v;
+    const bool is_list = job.operation() == OperationSpec::reduce_scatter_v;
     Bytes& out = is_list ? job.outs[0].data : job.out;
     const std::size_t bytes = (is_list ? job.outs[0].count : job.count()) * item_;
     std::vector<std::uint8_t> result(bytes);
@@ -395,7 +395,7 @@ Status Collectives::reduce_scatter(Job& job) {
 Status Collectives::reduce_scatter_apart(Job& job) {
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
-  const bool varies = job.verb() == Verb::reduce_scatter_v;
+  const bool varies = job.operation() == OperationSpec::reduce_scatter_v;
   if (varies) {
     const Status status = agree_on_sizes(job);
     if (status != Status::ok) return status;
@@ -430,7 +430,7 @@ Status Collectives::reduce_scatter_apart(Job& job) {
   // A result in place has just been read: its lines are in the cache.
   streams_out_ = !is_in_place && count_of(me) * item_ > tuning.stream_out_bytes;
   const auto direct = [&] {
-    // Where another's part may prove unreadable, the call must be able to begin anew.
+    // If another member's part may be unreadable, the call must be able to start over.
     const bool may_fail = std::find(is_afar_.begin(), is_afar_.end(), true) != is_afar_.end();
     std::vector<std::uint8_t> beside(is_in_place && may_fail ? part : 0);
     const Bytes result = beside.empty() ? target : beside.data();

@@ -29,12 +29,11 @@ Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call, 
     }
     seat.awaited_stamp.store(stamp(round), std::memory_order_seq_cst);
     doze(seat, static_cast<std::int32_t>(member), left < kSlice ? left : kSlice, ready, is_over);
-    end = end_.size;  // one that has ended cannot come, however long this one may still take
+    end = end_.size;  // from now on look at all members: an exited member never publishes
   }
 }
 
-// Of the members from `begin` to `end` one that is waited for, has gone, and will not publish
-// `round`; else -1.
+// A member from `begin` to `end` that is awaited, has gone, and will not publish `round`; else -1.
 int Rounds::find_gone(unsigned begin, unsigned end, std::uint64_t round, const Ends* ends) const {
   for (unsigned j = begin; j < end; ++j) {
     if (!is_awaited(j, round, ends)) continue;

@@ -26,7 +26,7 @@ class Rounds {
     return end_.segment.member(member).lines[round % kDepth];
   }
 
-  // Publish a call's first round, with what was written for it.
+  // Publish a call's first round, with the data written for it.
   void announce(Call& call) {
     call.header.sequence = ++sequence_;
     Line& mine = line(end_.rank, next_);
@@ -36,7 +36,7 @@ class Rounds {
     publish();
   }
 
-  // Publish the next round, with what was written for it.
+  // Publish the next round, with the data written for it.
   void publish() {
     const std::uint32_t mine = stamp(next_);
     line(end_.rank, next_).flag.store(mine, std::memory_order_seq_cst);
@@ -52,7 +52,7 @@ class Rounds {
   // for no longer. Null where every round waits for all.
   using Ends = std::vector<std::uint64_t>;
 
-  // Wait until all members, or those that `ends` names, have published `round`.
+  // Wait until all members, or the members in `ends`, have published `round`.
   Status wait(std::uint64_t round, const Call& call, const Ends* ends = nullptr) {
     for (unsigned j = 0; j < end_.size; ++j) {
       if (is_awaited(j, round, ends) && !has_published(j, round)) {
@@ -63,7 +63,7 @@ class Rounds {
     return Status::ok;
   }
 
-  // Publish the next round, with whether this member could not do what all had to, and wait for all.
+  // Publish the next round and whether this member failed in a step that all members need; wait for all.
   Status wait_for_next(const Call& call, bool has_missed = false) {
     line(end_.rank, next_).hints = has_missed ? kHintMissed : 0u;
     publish();
@@ -80,8 +80,8 @@ class Rounds {
   // Skip to a later round, which all members will run; others may still run those before it.
   void go_on_with(std::uint64_t round) { next_ = round; }
 
-  // Wait for everyone's announcement in `round` and compare. Where calls differ all members find
-  // so, in this round, and none goes on: the communicator stays usable.
+  // Wait for everyone's announcement in `round` and compare. If calls differ, all members detect that in this
+  // round, and none continues: the communicator stays usable.
   Status agree(std::uint64_t round, const Call& call) {
     const Status status = wait(round, call);
     if (status != Status::ok) return status;
@@ -126,7 +126,7 @@ class Rounds {
 
   // The hints in every announcement of this member; others read the first member's alone.
   std::uint32_t hints_ = 0;
-  // The hints in its next announcement alone; others read those of all members.
+  // The hints in only its next announcement; the other members read the hints of all members.
   std::uint32_t call_hints_ = 0;
 
  private:

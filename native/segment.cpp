@@ -35,7 +35,7 @@ int create_sealed(std::uint64_t bytes, std::uint64_t reserved, const char* name)
   if (fd < 0) fail(errno, "memfd_create");
   int error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   if (error == 0) {
-    do {  // not posix_fallocate, which would write to every page where the kernel call is refused
+    do {  // not posix_fallocate, which would write to every page where the kernel call is rejected
       error = fallocate(fd, 0, 0, static_cast<off_t>(reserved)) == 0 ? 0 : errno;
     } while (error == EINTR);
     if (error == ENOSPC) error = ENOMEM;
@@ -50,8 +50,8 @@ int create_sealed(std::uint64_t bytes, std::uint64_t reserved, const char* name)
   return fd;
 }
 
-// Allocate all pages of a shared mapping, and map them; false where the system has none, or is too
-// old to say so (Linux 5.14), where a write to them would end the process.
+// Allocate all pages of a shared mapping, and map them. Return false if the system has no memory, or is too
+// old (before Linux 5.14) to report that: a write would then end the process.
 bool populate(void* begin, std::uint64_t bytes) {
   int result;
   do {

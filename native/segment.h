@@ -8,9 +8,9 @@
 
 namespace meshdist {
 
-// Make a sealed memfd for `size` members with the memory reserved that they need at first; throws
-// std::system_error (no memory is an error here, never a SIGBUS later). Where the kernel cannot
-// reserve more of it later, all is reserved.
+// Make a sealed memfd for `size` members, and reserve the memory that they need at first; throws
+// std::system_error (a lack of memory is an error here, never a SIGBUS later). If the kernel cannot reserve
+// more of it later, all is reserved.
 int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes, bool is_crowded);
 
 // A memfd for a Memory of `bytes` bytes, rounded up to whole cache lines.
@@ -40,14 +40,14 @@ class Memory {
  private:
   std::uint8_t* data_ = nullptr;
   std::uint64_t bytes_ = 0;
-  std::atomic<std::uint32_t>* num_left_ = nullptr;  // behind the bytes
+  std::atomic<std::uint32_t>* num_left_ = nullptr;  // after the bytes
 };
 
 // One member's view of the segment.
 class Segment {
  public:
-  // Map the segment behind `fd`, which stays the caller's; throws std::runtime_error where it is
-  // not one of ours, std::system_error where it cannot be mapped.
+  // Map the segment of `fd`, which the caller keeps; throws std::runtime_error if it is not a meshdist
+  // segment, std::system_error if it cannot be mapped.
   explicit Segment(int fd);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -70,8 +70,8 @@ class Segment {
   }
   // Reserve all members' whole slots, and map them; false where there is no memory for them.
   bool reserve_slots() const { return reserve(geometry_.slots_at, geometry_.rings_at - geometry_.slots_at); }
-  Channel& channel(unsigned from, unsigned to) const {
-    return reinterpret_cast<Channel*>(base_ + geometry_.channels_at)[from * geometry_.size + to];
+  DeviceGroup& device_group(unsigned from, unsigned to) const {
+    return reinterpret_cast<DeviceGroup*>(base_ + geometry_.channels_at)[from * geometry_.size + to];
   }
   std::uint8_t* first_ring(unsigned from, unsigned to) const {
     return base_ + geometry_.first_rings_at + pair(from, to) * geometry_.first_ring_bytes;

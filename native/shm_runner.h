@@ -10,8 +10,8 @@ namespace meshdist {
 
 class ShmRunner final : public Runner {
  public:
-  // `fail(status, note, message)` makes the error of a collective, or of a noted message;
-  // `give_up(error)` raises what a signal's handler has raised in a collective, and tells the others.
+  // `fail(status, note, message)` makes the error of a collective, or of a recorded message; `give_up(error)`
+  // raises the exception of a signal handler in a collective, and notifies the other members.
   ShmRunner(PyCommunicator& core, nb::object fail, nb::object give_up, std::int64_t largest_tag,
             double timeout)
       : Runner(largest_tag), core_(core), fail_(std::move(fail)), give_up_(std::move(give_up)),
@@ -37,7 +37,7 @@ class ShmRunner final : public Runner {
 
   void run(Message& message, nb::handle x, Entry& entry) override {
     const Plain& plain = message.plain;
-    // As the other side is told; a finalizer that notes a call of its own meanwhile takes that number.
+    // Use the number that the other side gets; a finalizer that meanwhile records a call takes that number.
     std::uint64_t note = entry.num_notes() + 1;
     const TransferPtr transfer = core_.transfer(message.is_send, plain.address, plain.count, plain.code,
                                                 message.member, message.number, note);
@@ -56,14 +56,14 @@ class ShmRunner final : public Runner {
   static nb::object or_none(const nb::object& one) { return one.is_valid() ? one : nb::none(); }
 
   Job job_of(const Collective& call) const {
-    const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
-    Job job = core_.job(static_cast<unsigned>(call.verb), varies ? 0 : call.count, call.dtype,
+    const bool varies = call.operation == OperationSpec::all_gather_v || call.operation == OperationSpec::all_to_all;
+    Job job = core_.job(static_cast<unsigned>(call.operation), varies ? 0 : call.count, call.dtype,
                         call.op, std::max(static_cast<int>(call.header.root), 0),
                         call.out, call.in);
     job.call.header.fingerprint = call.fingerprint;
     put(job.ins, call.ins, call.in_counts, call.count);
     put(job.outs, call.outs, call.out_counts, call.count);
-    if (call.verb == Verb::all_gather_v) job.ins = {{job.in, call.count}};
+    if (call.operation == OperationSpec::all_gather_v) job.ins = {{job.in, call.count}};
     return job;
   }
 

@@ -25,8 +25,8 @@ class Slots {
   // Whether there are larger ones to be had.
   bool may_grow() const { return !are_whole_ && !has_failed_; }
 
-  // Go on with whole slots, all members together. Where one has no memory for them, the first parts
-  // stay in use.
+  // Switch to whole slots, all members together. If a member has no memory for them, the first parts stay in
+  // use.
   Status grow(const Call& call) {
     const Status status = rounds_.wait_for_next(call, !end_.segment.reserve_slots());
     if (status != Status::ok) return status;

@@ -1,11 +1,10 @@
-// What torch knows of a tensor, read where it lies.
+// Read torch's facts about a tensor directly from its C++ object.
 //
-// To ask a tensor in Python whether it needs a gradient, or is negated, and to note that it was written
-// takes longer than the rest of a small call's checks. Two facts lie in words of its C++ object: the set of
-// dispatch keys, one known number for every dense CPU tensor that is as it is written, and a pointer that
-// is null as long as autograd knows nothing of it. Where they lie is found by looking at tensors whose
-// answers are known, and verified on others. In a torch that lays them out otherwise nothing is found, and
-// Python is asked.
+// To query in Python whether a tensor needs a gradient or is negated, and to record a write to it, takes
+// longer than the rest of a small call's checks. Two facts are words of the C++ object: the set of dispatch
+// keys, which is a known number for every dense CPU tensor without lazy negation, and a pointer that is null
+// as long as autograd does not know the tensor. Their offsets are found by comparing tensors with known
+// answers, and verified on others. In a torch with another layout no offset is found, and Python is called.
 //
 //   tensor in Python      at::TensorImpl
 //   at::Tensor ---------> autograd_meta_   null: no gradient

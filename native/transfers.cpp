@@ -55,11 +55,11 @@ void Transfers::start(const TransferPtr& transfer, bool in_background) {
   if ((in_background && !transfer->is_done.load()) || num_owed_ > 0) leave_to_helper(lock);
 }
 
-// Let the helper advance what is under way, when this thread no longer does.
+// Let the helper advance the transfers in flight when this thread no longer does.
 void Transfers::leave_to_helper(std::unique_lock<std::mutex>& lock) {
   if (!has_helper_) {
     has_helper_ = true;
-    // The thread owns what it works on, so that no thread has to wait for its end.
+    // The thread owns its data, so that no other thread has to wait for its end.
     std::thread([self = shared_from_this()] { self->help(); }).detach();
   }
   lock.unlock();
@@ -68,7 +68,7 @@ void Transfers::leave_to_helper(std::unique_lock<std::mutex>& lock) {
 
 bool Transfers::test(const TransferPtr& transfer) {
   if (transfer->is_done.load(std::memory_order_acquire)) return true;
-  if (end_->is_forked()) return false;  // what is in flight is the parent's
+  if (end_->is_forked()) return false;  // transfers in flight belong to the parent
   std::lock_guard<std::mutex> lock(mutex_);
   advance();
   if (!transfer->is_done.load() && end_->is_over()) give_up(transfer, end_->over_status());
@@ -118,7 +118,7 @@ Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline, Interr
     }
     if (status != Status::ok) {
       std::lock_guard<std::mutex> lock(mutex_);
-      advance();  // what a member wrote before its end still counts
+      advance();  // data that a member wrote before its end still count
       give_up(transfer, status);
       break;
     }
@@ -169,8 +169,8 @@ void Transfers::help() {
   }
 }
 
-// Whether no member is left that could do the other half; or, for a receive from any member, whether
-// one that could has died.
+// Whether no member can still do the other half; or, for a receive from any member, whether a possible sender
+// has died.
 bool Transfers::is_hopeless(const Transfer& transfer) const {
   if (transfer.peer == static_cast<int>(end_->rank)) return false;
   if (transfer.peer >= 0) return end_->is_gone(transfer.peer);
@@ -237,7 +237,7 @@ void Transfers::give_up(const TransferPtr& transfer, Status status) {
         Packet cancel{};
         cancel.kind = Kind::cancel;
         cancel.id = one->first;
-        end_->segment.channel(end_->rank, transfer->peer).revocations.fetch_add(1);
+        end_->segment.device_group(end_->rank, transfer->peer).revocations.fetch_add(1);
         owe(peer, cancel);
         one = sends.erase(one);
       }
@@ -282,7 +282,7 @@ void Transfers::accept(const TransferPtr& receive, unsigned from, const Packet& 
       peers_[from].arriving[packet.id] = Arriving{receive, packet.bytes};
     }
   } else {
-    reply.kind = Kind::refuse;
+    reply.kind = Kind::reject;
     reply.note = receive->note;
     complete(receive, Status::mismatch);
   }
@@ -297,16 +297,16 @@ bool Transfers::fetch(const TransferPtr& receive, unsigned from, const Packet& p
   if (!is_readable) is_readable = can_read(*end_, from);
   if (!*is_readable) return false;
   const bool is_read = read_from(*end_, from, receive->data, packet.place, packet.bytes);
-  // If the sender took an offer back before all was read, it may have been this one.
+  // If the sender has revoked an offer before all was read, it may have been this offer.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  const auto& revocations = end_->segment.channel(from, end_->rank).revocations;
+  const auto& revocations = end_->segment.device_group(from, end_->rank).revocations;
   const bool is_valid = revocations.load() == packet.revocations;
   if (!is_read && is_valid) is_readable = false;
   return is_read && is_valid;
 }
 
 void Transfers::post(const TransferPtr& receive) {
-  // First take what has arrived, so that messages keep their order.
+  // Take the messages that have arrived first, so that they keep their order.
   for (unsigned j = 0; j < end_->size; ++j) {
     if (j != end_->rank && (receive->peer < 0 || receive->peer == static_cast<int>(j))) drain(j);
   }
@@ -391,11 +391,11 @@ bool Transfers::advance() {
 }
 
 bool Transfers::drain(unsigned peer) {
-  Channel& channel = end_->segment.channel(peer, end_->rank);
+  DeviceGroup& device_group = end_->segment.device_group(peer, end_->rank);
   Ring& ring = peers_[peer].in;
-  std::uint64_t at = channel.read.load(std::memory_order_relaxed);
+  std::uint64_t at = device_group.read.load(std::memory_order_relaxed);
   bool moved = false;
-  while (at < channel.written.load(std::memory_order_seq_cst)) {
+  while (at < device_group.written.load(std::memory_order_seq_cst)) {
     const std::uint8_t* where = ring.at(at);
     Packet packet;
     std::memcpy(&packet, where, sizeof packet);
@@ -404,7 +404,7 @@ bool Transfers::drain(unsigned peer) {
     if (packet.kind == Kind::grow) {
       ring = {end_->segment.ring(peer, end_->rank), end_->segment.geometry().ring_bytes, at};
     }
-    channel.read.store(at, std::memory_order_seq_cst);
+    device_group.read.store(at, std::memory_order_seq_cst);
     ring_if_awaited(end_->segment.member(peer).seats[kForTransfers], static_cast<std::int32_t>(end_->rank));
     moved = true;
   }
@@ -427,7 +427,7 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
     }
     case Kind::accept:
     case Kind::fetched:
-    case Kind::refuse: {
+    case Kind::reject: {
       const auto offered = peer.offered.find(packet.id);
       if (offered == peer.offered.end()) break;  // it was taken back meanwhile
       const TransferPtr send = std::move(offered->second);
@@ -476,15 +476,15 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
   }
 }
 
-// Write a packet and its payload where there is room for it in one piece.
+// Write a packet and its payload if the ring has contiguous space for it.
 bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* payload) {
-  Channel& channel = end_->segment.channel(end_->rank, peer);
+  DeviceGroup& device_group = end_->segment.device_group(end_->rank, peer);
   const std::uint64_t need = sizeof packet + round_up(packet.payload, sizeof packet);
-  // The packet that tells of it still has room in the page: all packets are multiples of its size.
-  if (peers_[peer].may_grow && need >= peers_[peer].out.to_end(channel.written)) grow(peer);
+  // The packet that announces the switch still fits in the page: all packets are multiples of its size.
+  if (peers_[peer].may_grow && need >= peers_[peer].out.to_end(device_group.written)) grow(peer);
   const Ring& ring = peers_[peer].out;
-  std::uint64_t at = channel.written.load(std::memory_order_relaxed);
-  const std::uint64_t used = at - channel.read.load(std::memory_order_seq_cst);
+  std::uint64_t at = device_group.written.load(std::memory_order_relaxed);
+  const std::uint64_t used = at - device_group.read.load(std::memory_order_seq_cst);
   const std::uint64_t to_end = ring.to_end(at);
   const std::uint64_t pad = need <= to_end ? 0 : to_end;
   if (ring.bytes < used + pad + need) return false;
@@ -499,12 +499,12 @@ bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* pay
   std::memcpy(where, &packet, sizeof packet);
   copy_bytes(where + sizeof packet, payload, packet.payload,
              packet.kind == Kind::data && end_->streams_much.load(std::memory_order_relaxed));
-  channel.written.store(at + need, std::memory_order_seq_cst);
+  device_group.written.store(at + need, std::memory_order_seq_cst);
   ring_if_awaited(end_->segment.member(peer).seats[kForTransfers], static_cast<std::int32_t>(end_->rank));
   return true;
 }
 
-// Go on in the whole ring: what is in the page stays there until it is read.
+// Continue in the whole ring: the page keeps its packets until they are read.
 void Transfers::grow(unsigned to) {
   Peer& peer = peers_[to];
   peer.may_grow = false;
@@ -512,7 +512,7 @@ void Transfers::grow(unsigned to) {
   Packet packet{};
   packet.kind = Kind::grow;
   if (!put(to, packet, nullptr)) return;
-  const std::uint64_t at = end_->segment.channel(end_->rank, to).written.load(std::memory_order_relaxed);
+  const std::uint64_t at = end_->segment.device_group(end_->rank, to).written.load(std::memory_order_relaxed);
   peer.out = {end_->segment.ring(end_->rank, to), end_->segment.geometry().ring_bytes, at};
 }
 
@@ -533,7 +533,7 @@ bool Transfers::push(unsigned to) {
     packet.payload = at_once ? static_cast<std::uint32_t>(send->bytes) : 0;
     if (!end_->is_crowded && !at_once && send->bytes <= tuning.fetch_most_bytes) {  // read where it lies
       packet.place = send->data;
-      packet.revocations = end_->segment.channel(end_->rank, to).revocations.load();
+      packet.revocations = end_->segment.device_group(end_->rank, to).revocations.load();
     }
     if (!put(to, packet, send->data)) return moved;
     ++next_id_;

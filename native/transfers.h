@@ -1,11 +1,11 @@
 // Messages between two members, by (peer, tag).
 //
-// Each ordered pair of members has a ring of packets. A small message is one packet; a large one
-// is offered, accepted by the receiver once it has a matching receive, and then follows in pieces.
-// So a ring never holds large data without a matching receive, its reader can always drain it to the
-// end, and no message waits behind another. A ring begins in a page, and goes on in a larger one from
-// the first packet for which the page has no room. A thread that waits advances all transfers of its
-// member; a helper thread does while transfers are in flight and no thread waits.
+// Each ordered pair of members has a ring of packets. A small message is one packet. A large message is
+// offered, accepted by the receiver once it has a matching receive, and then sent in pieces. So a ring never
+// holds large data without a matching receive, its reader can always drain it, and no message blocks another.
+// A ring begins in a page, and continues in a larger ring from the first packet that does not fit in the
+// page. A thread that waits advances all transfers of its member; a helper thread does so while transfers are
+// in flight and no thread waits.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@ struct Transfer {
   std::uint64_t count = 0;
   std::uint8_t dtype = 0;
   std::uint64_t moved = 0;  // of a large send
-  int source = -1;         // where a receive came from
+  int source = -1;         // a receive's source
   std::uint64_t note = 0;  // under which this member has noted the call
   Status status = Status::ok;
   std::uint64_t other_note = 0;  // the other side's, where the two do not fit
@@ -46,7 +46,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
  public:
   explicit Transfers(std::shared_ptr<Endpoint> endpoint);
 
-  // Begin, and do what can be done at once. Where `in_background`, the helper does the rest.
+  // Start, and do everything that is possible now. If `in_background`, the helper does the rest.
   void start(const TransferPtr& transfer, bool in_background);
 
   // Whether `start` moves few bytes, and would not wait for another thread.
@@ -56,7 +56,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   // touched again.
   Status wait(const TransferPtr& transfer, Nanoseconds deadline, Interruption interruption);
 
-  // Whether it is done, after a look at what has arrived; after some, for about two microseconds.
+  // Whether it is done, after a check for arrived packets; after some, for about two microseconds.
   bool test(const TransferPtr& transfer);
   bool is_done_soon(const Transfer& transfer);
 
@@ -66,7 +66,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   Tuning tuning;
 
  private:
-  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, fetched, refuse, data, cancel, grow };
+  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, fetched, reject, data, cancel, grow };
   struct alignas(kCacheLine) Packet {
     Kind kind;
     std::uint32_t payload;  // bytes that follow
@@ -76,11 +76,11 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     std::uint64_t count;
     union {
       std::uint64_t offset;  // of data
-      std::uint64_t note;    // of the call that a message, an offer or a refusal is of
+      std::uint64_t note;    // of the call that a message, an offer or a rejection is of
     };
     const std::uint8_t* place;  // in the sender's memory, of an offer that may be read there
     std::uint8_t dtype;
-    std::uint32_t revocations;  // of this member's offers, before this one
+    std::uint32_t revocations;  // of this member's earlier offers
   };
   static_assert(sizeof(Packet) == kCacheLine, "packets lie on cache lines");
 
@@ -89,14 +89,14 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     Packet packet;
     std::uint64_t order;
     std::vector<std::uint8_t> payload;
-    TransferPtr own;  // the send, where a member sends to itself
+    TransferPtr own;  // the send, if a member sends to itself
   };
   struct Arriving {
     TransferPtr receive;  // null once given up: the rest is dropped
     std::uint64_t left;
   };
-  // A stretch of memory that packets are written to, one behind the other, from `begin` on in a
-  // channel's count of bytes.
+  // A stretch of memory for consecutive packets. Positions count all bytes written in this direction; `begin`
+  // is the position of the first byte.
   struct Ring {
     std::uint8_t* memory = nullptr;
     std::uint64_t bytes = 0;
@@ -154,7 +154,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   std::uint64_t next_id_ = 1;
   std::uint64_t next_order_ = 0;
   int pending_ = 0;
-  int num_owed_ = 0;  // replies for which there was no room yet
+  int num_owed_ = 0;  // replies that did not fit in the ring yet
   int foreground_ = 0;
   bool has_helper_ = false;
 };

@@ -58,20 +58,21 @@ inline void ring(Seat& seat) {
   futex_wake_all(seat.doorbell);
 }
 
-// Whether a count of 32 bits that goes round has come to `wanted`.
+// Whether a 32-bit count that wraps around has reached `wanted`.
 inline bool is_reached(std::uint32_t count, std::uint32_t wanted) {
   return static_cast<std::int32_t>(count - wanted) >= 0;
 }
 
-// Wake them if they wait for `member`. Call it after the change was stored sequentially consistent:
-// a sleeper counts itself first and looks at the change then, so one of the two sees the other.
+// Wake the sleepers that wait for `member`. Call it after the change was stored sequentially consistent: a
+// sleeper counts itself first and then looks at the change, so either the sleeper or the caller sees the
+// other.
 inline void ring_if_awaited(Seat& seat, std::int32_t member) {
   if (seat.sleepers.load(std::memory_order_seq_cst) == 0) return;
   const std::int32_t awaited = seat.awaited.load(std::memory_order_seq_cst);
   if (awaited == member || awaited == kAnyone) ring(seat);
 }
 
-// The same for a sleeper that waits for one round of a member, which has published one.
+// The same for a sleeper that waits for one round of a member, which has published a round.
 inline void ring_if_awaited(Seat& seat, std::int32_t member, std::uint32_t stamp) {
   if (seat.sleepers.load(std::memory_order_seq_cst) == 0) return;
   if (seat.awaited.load(std::memory_order_seq_cst) != member) return;
@@ -80,25 +81,25 @@ inline void ring_if_awaited(Seat& seat, std::int32_t member, std::uint32_t stamp
 
 // How long to look before sleeping.
 struct Patience {
-  Nanoseconds spin;   // on the core: pays when the awaited member runs on another one
-  Nanoseconds yield;  // giving the core away each time: pays when it shares this one
+  Nanoseconds spin;   // on the core: good if the awaited member runs on another core
+  Nanoseconds yield;  // yielding the core: good if the awaited member shares this core
 
-  // Measured on 2 cores: a sleep and its wake-up cost 5 to 30 us, so spinning for about that long
-  // costs at most twice the best. Two ranks that wake each other come to lie on one core, and stay
-  // there as long as they sleep, since the kernel moves only what could run: so yield before
-  // sleeping, which hands over in 1 to 2 us until the other core has fetched one of them (all-reduces
-  // of 8 bytes in bursts took 2 to 257 us, one in six above 60; with yields 2 to 22).
+  // Measured on 2 cores: a sleep and its wake-up cost 5 to 30 us, so spinning for about that long costs at
+  // most twice the best. Two ranks that wake each other end up on the same core, and stay there as long as
+  // they sleep, since the kernel moves only runnable threads. So yield before sleeping, which switches in 1
+  // to 2 us until the other core has fetched one of the two (all-reduces of 8 bytes in bursts took 2 to 257
+  // us, one in six above 60; with yields 2 to 22).
   static Patience usual() { return {20'000, 1'000'000}; }
   // With more ranks than cores the one awaited may need this very core: a pause would only hold it up.
   static Patience crowded() { return {0, 100'000}; }
 };
 
-// Whether other programs want the cores of this process's threads: what a thread that gives its core
-// away while it waits learns, for all of them.
+// Whether other programs need the cores of this process's threads. A thread that yields its core while it
+// waits measures this for all threads.
 class CoreDemand {
  public:
-  // Until when a thread that waits does better to sleep at once: one that only yields goes behind
-  // each program that computes, for milliseconds, while a sleeper is run when it is woken.
+  // The time until which a waiting thread should sleep immediately: a thread that only yields is scheduled
+  // after each computing program, which takes milliseconds, while a sleeper runs when it is woken.
   bool is_high(Nanoseconds now) const { return now < until_.load(std::memory_order_relaxed); }
 
   // A thread that gave its core away got it back after so long.
@@ -115,8 +116,8 @@ class CoreDemand {
   // A rank that shares the core hands over in some microseconds, unless it computes; a program that
   // computes does when its slice is over: 1 to 4 ms.
   static constexpr Nanoseconds kForeignTurn = 500'000;
-  // To try again costs a few slices. So the first rest is short, since most turns are those of the
-  // system's own threads, and it grows where one turn soon follows another.
+  // To try again costs a few time slices. So the first rest is short, since most turns are turns of the
+  // system's threads, and it grows if turns follow each other quickly.
   static constexpr Nanoseconds kShortestRest = 50'000'000;
   static constexpr Nanoseconds kLongestRest = 10'000'000'000;
 

@@ -25,7 +25,7 @@ class Words {
   void put(std::uint64_t place, std::uint64_t value) const {
     __atomic_store_n(words_ + place, value, __ATOMIC_RELEASE);
   }
-  // As `put`, and seen by others before this process reads what follows.
+  // Like `put`, and visible to others before this process reads later data.
   void set(std::uint64_t place, std::uint64_t value) const {
     put(place, value);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);

@@ -13,7 +13,7 @@ import ast
 import random
 from collections.abc import Iterator
 
-from lint_words import ROOT, public_names
+from lint_docstrings import ROOT, public_names
 
 
 def internal_docstrings() -> Iterator[tuple[str, str]]:

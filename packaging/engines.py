@@ -30,7 +30,7 @@ REPORT = ROOT / "packaging" / "engines.md"
 FOLDER = ROOT / "build" / "engines"
 MARK = "MESHDIST_ENGINE_RUN"
 SIZE, TIMEOUT_S, ENDING_S = 4, 180, 20.0
-VERB = "md.all_reduce(x)"
+OPERATION = "md.all_reduce(x)"
 SECTION = re.compile(r"^## (.+?)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FAILURES = {
@@ -122,14 +122,15 @@ class Outcome:
 def programs() -> dict[str, str]:
     """Return each engine's program, by the heading above it."""
     found = {title: PROGRAM.search(text) for title, text in SECTION.findall(PAGE.read_text())}
-    return {title: match[1] for title, match in found.items() if match and VERB in match[1]}
+    return {title: match[1] for title, match in found.items() if match and OPERATION in match[1]}
 
 
 def with_failure(program: str, failure: str, folder: Path) -> str:
-    """Return a program in which rank 1 fails before the first verb; the others note the error."""
-    line = next(line for line in program.splitlines() if line.strip() == VERB)
+    """Return a program in which rank 1 fails before the first collective; the others note the
+    error."""
+    line = next(line for line in program.splitlines() if line.strip() == OPERATION)
     lines = FAILING.format(folder=str(folder), failure=FAILURES[failure]).splitlines()
-    indent = line.removesuffix(VERB)
+    indent = line.removesuffix(OPERATION)
     return program.replace(line, "\n".join(f"{indent}{each}" for each in lines), 1)
 
 
@@ -241,9 +242,9 @@ def row(engine: Engine, program: str) -> str:
     environment = make_environment(engine)
     plain = run(engine, environment, program)
     sums = plain.text.count("6.0")
-    wire = re.search(r"cpu:(\w+)", plain.text)
+    backend = re.search(r"cpu:(\w+)", plain.text)
     is_good = plain.code == 0 and sums >= SIZE and not plain.left
-    state = f"{plain.seconds:.0f} s, {wire[1] if wire else '?'}"
+    state = f"{plain.seconds:.0f} s, {backend[1] if backend else '?'}"
     if not is_good:
         state = f"FAILED, exit code {plain.code}, {sums} sums"
         print(plain.text[-4000:], file=sys.stderr)

@@ -81,7 +81,7 @@ MISTAKES = (
         "",
     ),
     Mistake(
-        "Another verb on another rank",
+        "Another collective on another rank",
         "if rank == 0:\n    md.all_reduce(x)\nelse:\n    md.broadcast(x, src=0)",
         "if rank == 0:\n    dist.all_reduce(x)\nelse:\n    dist.broadcast(x, src=0)\nprint(x)",
         "",

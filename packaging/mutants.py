@@ -13,7 +13,7 @@ step      tests of a mutant of ``meshdist/FOLDER/ROOM.py``
 room      doctests of the file; ``tests/FOLDER/test_ROOM*.py`` (room ``steps``: ``test_steps.py``),
           or else those files of the folder's tests that name the room or the mutant's function
 folder    the other files of ``tests/FOLDER``; first those that name the function most often
-rest      ``tests/verbs``, and test files elsewhere that name the function or the room
+rest      ``tests/operations``, and test files elsewhere that name the function or the room
 ========  =====================================================================================
 
 Tests over MPI stand only for rooms of MPI; no test of soaking or of a GPU is run. A test that
@@ -83,11 +83,12 @@ def make_copy(folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     site = Path(sysconfig.get_path("purelib"))
-    for core in site.glob(f"{PACKAGE}/wires/native*"):
-        shutil.copy2(core, folder / PACKAGE / "wires")
+    for core in site.glob(f"{PACKAGE}/backends/native*"):
+        shutil.copy2(core, folder / PACKAGE / "backends")
     for finder in site.glob(f"_*{PACKAGE}*.py"):
         (folder / finder.name).touch()
-    code = f"import {PACKAGE}.wires.core as it; print(it.__file__, it.core and it.core.__file__)"
+    code = f"import {PACKAGE}.backends.native_core as it; "
+    code += "print(it.__file__, it.core and it.core.__file__)"
     shown = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -121,8 +122,12 @@ def tests_of(site: Site, step: str, root: Path) -> list[str]:
     naming = {path for path in elsewhere | {*files} if {function, room} & {*names_of(path)}}
     if not own:
         own = naming.intersection(files)
-    verbs = {path for path in elsewhere if path.parent.name == "verbs"}
-    step_of = {"room": own, "folder": {*files} - own, "rest": (naming & elsewhere | verbs) - own}
+    operations = {path for path in elsewhere if path.parent.name == "operations"}
+    step_of = {
+        "room": own,
+        "folder": {*files} - own,
+        "rest": (naming & elsewhere | operations) - own,
+    }
     ordered = sorted(step_of[step], key=lambda path: (-names_of(path)[function], path))
     doctests = [site.file] if step == "room" else []
     return [*doctests, *(str(path.relative_to(root)) for path in ordered)]
@@ -331,7 +336,7 @@ def run_all(rows: dict[str, dict[str, Any]], sites: list[Site], options: Any) ->
                 examined = pool.imap_unordered(partial(examine, step=step, options=options), left)
                 for number, row in enumerate(examined, 1):
                     rows[row["name"]].update(row)
-                    options.verdicts.write_text(json.dumps([*rows.values()], indent=1) + "\n")
+                    options.outcomes.write_text(json.dumps([*rows.values()], indent=1) + "\n")
                     state = f"{row['verdict']} {row['seconds']} s {row['test']}"
                     print(f"{step} {number}/{len(left)} {row['name']}: {state}", flush=True)
     finally:
@@ -351,13 +356,13 @@ def main() -> int:
     parser.add_argument(
         "--against", type=Path, help="verdicts of another run, whose mutants to run"
     )
-    parser.add_argument("--verdicts", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--outcomes", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
     old = json.loads(options.against.read_text()) if options.against else []
     sites, gone = find_again(old) if old else (draw(all_sites(), options.seed, options.count), [])
-    if old and options.verdicts == parser.get_default("verdicts"):
-        options.verdicts = ROOT / "build" / "mutants.json"
-    known = json.loads(options.verdicts.read_text()) if options.verdicts.exists() else []
+    if old and options.outcomes == parser.get_default("outcomes"):
+        options.outcomes = ROOT / "build" / "mutants.json"
+    known = json.loads(options.outcomes.read_text()) if options.outcomes.exists() else []
     before = {row["name"]: row for row in known}
     rows = {site.name: before.get(site.name, new_row(site)) for site in sites}
     for row in rows.values():
@@ -369,7 +374,7 @@ def main() -> int:
     for name in ("torch", "torch.distributed", "torch.testing", "numpy", "optree", "pytest"):
         importlib.import_module(name)
     run_all(rows, sites, options)
-    options.verdicts.with_suffix(".md").write_text(report([*rows.values()], options.seed))
+    options.outcomes.with_suffix(".md").write_text(report([*rows.values()], options.seed))
     print("\n".join(table([*rows.values()])))
     was = {row["name"] for row in old if row.get("verdict") in CAUGHT}
     lost = [name for name, row in rows.items() if name in was and row["verdict"] not in CAUGHT]

@@ -7,7 +7,7 @@ statements; those with the lowest digests of seed and statement are taken, so th
 few of them. What has no law is left as it is: docstrings, annotations, texts of errors,
 ``__repr__``, ``__all__``, imports, and blocks for type checkers.
 
-Drawn case:
+Worked example:
 
 >>> source = '''def first(rows, least):
 ...     if rows and len(rows) > least:

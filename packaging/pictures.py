@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from meshdist import Layout
-from meshdist.mesh.drawing import draw_svg
+from meshdist.mesh.visualize import draw_svg
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"

@@ -1,9 +1,9 @@
-"""The signatures that docs/verbs.md shows, written from the code.
+"""The signatures that docs/collectives.md shows, written from the code.
 
     python packaging/signatures.py
 
 A signature stands in the first cell of a table's row, or is that of P2POp or breakpoint. Under
-"Functional verbs" names are those of ``lax``, under "Experts" those of ``experts``.
+"Functional collectives" names are those of ``lax``, under "Experts" those of ``experts``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import meshdist as md
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "verbs.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "collectives.md"
 _SPAN = re.compile(r"`(\w+)\(([^`]*)\)`")
 _ANYWHERE = ("P2POp", "breakpoint")
 
@@ -46,7 +46,7 @@ def with_signatures(page: str) -> str:
     lines = []
     for line in page.split("\n"):
         if line.startswith("## "):
-            home = {"## Functional verbs": md.lax, "## Experts": md.experts}.get(line, md)
+            home = {"## Functional collectives": md.lax, "## Experts": md.experts}.get(line, md)
         if line.startswith("| `"):
             head, mark, rest = line[2:].partition(" | ")
             line = "| " + _SPAN.sub(written, head) + mark + rest

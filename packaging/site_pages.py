@@ -11,10 +11,12 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
+import posixpath
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,10 @@ import meshdist  # noqa: E402 - from this checkout
 _TITLES = {
     "mesh": "Mesh",
     "worlds": "Worlds",
-    "collectives": "Verbs",
+    "collectives": "Operations",
     "lax": "lax: JAX's names",
     "experts": "experts",
-    "typed_contexts": "Types",
+    "typed_mode": "Types",
     "sharding": "Sharded arrays",
     "tensor_parallel": "Tensor parallelism",
     "checkpoint": "Checkpoints",
@@ -44,12 +46,12 @@ _TITLES = {
 }
 _ELSEWHERE = {
     "groups": "worlds",
-    "joining": "ddp",
-    "lax": "typed_contexts",
+    "join": "ddp",
+    "lax": "typed_mode",
     "reduce_ops": "collectives",
 }
 _MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
-_OF_VERBS = ("experts", "lax")  # modules whose names are written with theirs
+_OF_OPERATIONS = ("experts", "lax")  # modules whose names are written with theirs
 _FIELDS = ("where", "expected", "found", "fix")
 
 
@@ -73,14 +75,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links to files of the checkout, outside the site, be their names."""
+    """Replace links to files of the checkout, outside the site, by their names."""
     if page.file.src_uri.startswith("reference/"):
         return markdown
-    return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", _named, markdown)
+    folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+    return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", partial(_named, folder), markdown)
 
 
-def _named(link: re.Match[str]) -> str:
-    text, path = link[1], link[2].removeprefix("../")
+def _named(folder: str, link: re.Match[str]) -> str:
+    text, path = link[1], posixpath.normpath(posixpath.join(folder, link[2]))
+    if path.startswith("docs/"):
+        return link[0]
     return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
 
 
@@ -114,7 +119,7 @@ def names_by_page() -> dict[str, list[str]]:
     for name in sorted(listed - {*meshdist.errors.__all__}, key=str.lower):
         first = modules[name].partition(".")[0]
         found[_ELSEWHERE.get(first, first)].append(name)
-    for module in _OF_VERBS:
+    for module in _OF_OPERATIONS:
         found[module] += getattr(meshdist, module).__all__
     found["errors"] += meshdist.errors.__all__
     alone = {*dir(meshdist.distributed)} - listed - {"comm_hooks", *meshdist.errors.__all__}
@@ -127,7 +132,7 @@ def names_by_page() -> dict[str, list[str]]:
 
 def _found(page: str, name: str) -> tuple[Any, str]:
     """What a name of a page means, and the module that has it."""
-    if page in _OF_VERBS:
+    if page in _OF_OPERATIONS:
         thing = getattr(getattr(meshdist, page), name)
         return thing, thing.__module__
     home = "errors" if page == "errors" else homes()[name]
@@ -157,7 +162,9 @@ def _index(listed: dict[str, list[str]]) -> str:
         "",
     ]
     for page, title in _TITLES.items():
-        shown = [f"`{page}.{name}`" if page in _OF_VERBS else f"`{name}`" for name in listed[page]]
+        shown = [
+            f"`{page}.{name}`" if page in _OF_OPERATIONS else f"`{name}`" for name in listed[page]
+        ]
         if page in ("errors", "distributed"):
             shown = [f"all of `meshdist.{page}`"]
         lines.append(f"* [{title}]({page}.md): {', '.join(shown)}")

@@ -42,10 +42,10 @@ TESTS = (
     "tests/ddp/test_pipelines.py",
     "tests/ddp/test_torch_*.py",
     "tests/tensor_parallel/test_layers.py",
-    "tests/typed_contexts/test_custom_functions.py",
+    "tests/typed_mode/test_custom_functions.py",
     "tests/functional/test_reached_gradients.py",
     "tests/collectives/test_torch_private.py",
-    "tests/typed_contexts/test_[gimp]*.py",
+    "tests/typed_mode/test_[gimp]*.py",
 )
 DEMO = (
     "-m",

@@ -110,8 +110,8 @@ def smoke_test(python: Path, wheel: Path, folder: Path) -> str:
     """Install a wheel where nothing else is, and let the doctor look."""
     inside = environment(python, folder, TORCH, str(wheel))
     shown = run(inside.parent / "meshdist", "doctor", cwd=folder)
-    wires = re.findall(r"^  (\w+) +ok: ", shown, re.MULTILINE)
-    return "well: " + ", ".join(wires)
+    backends = re.findall(r"^  (\w+) +ok: ", shown, re.MULTILINE)
+    return "well: " + ", ".join(backends)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,13 +19,13 @@ def load_factor() -> float:
     Half of the piece of work is asleep. The other half is counted on the clock of this thread,
     which stands while another process has the core.
     """
-    begin, begin_at_work = time.perf_counter(), time.thread_time()
+    begin, begin_active = time.perf_counter(), time.thread_time()
     for _ in range(_ROUNDS):
         time.sleep(_ROUND_S)
         round_end = time.thread_time() + _ROUND_S
         while time.thread_time() < round_end:
             pass
-    alone = _ROUNDS * _ROUND_S + time.thread_time() - begin_at_work
+    alone = _ROUNDS * _ROUND_S + time.thread_time() - begin_active
     return max(1.0, (time.perf_counter() - begin) / alone)
 
 

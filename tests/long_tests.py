@@ -31,11 +31,11 @@ HELD_BY: dict[str, str] = {
     "worlds/test_endings.py::test_a_rank_that_returns_ends_in_good_order[shm-spawned]": (
         "worlds/test_endings.py::test_a_rank_that_returns_ends_in_good_order[shm-fork]"
     ),
-    "cli/test_checkup.py::test_torchs_own_world_over_shared_memory": (
-        "torch_process_groups/test_offering.py"
+    "cli/test_diagnostics.py::test_torchs_own_world_over_shared_memory": (
+        "torch_process_groups/test_backend_registration.py"
     ),
-    "cli/test_doctor.py::test_wires_that_are_well": (
-        "cli/test_doctor.py::test_a_wire_that_fails_its_check"
+    "cli/test_doctor.py::test_backends_that_are_well": (
+        "cli/test_doctor.py::test_a_backend_that_fails_its_check"
     ),
     "cli/test_bench.py::test_on_80_columns_names_are_whole_and_mpi_starts_as_any_user": (
         "cli/test_bench.py::test_a_rank_that_ends_while_it_is_measured"
@@ -66,10 +66,10 @@ HELD_BY: dict[str, str] = {
         "mesh/test_torch_interop.py::test_in_the_default_world[True]"
     ),
     **{
-        f"wires/{test}[{num_ranks}]": f"wires/{test}[3]"
+        f"backends/{test}[{num_ranks}]": f"backends/{test}[3]"
         for test in (
-            "c10d/test_shortcuts.py::test_reductions_give_the_same_bits",
-            "c10d/test_shortcuts.py::test_moves_give_the_same_bits",
+            "c10d/test_fast_path.py::test_reductions_give_the_same_bits",
+            "c10d/test_fast_path.py::test_moves_give_the_same_bits",
         )
         for num_ranks in (2, 5)
     },

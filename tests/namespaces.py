@@ -3,7 +3,7 @@
 Each has what a host of its own has: a network (10.77.0.1 and 10.77.0.2 on its ``eth0``), a name
 (``host-a``, ``host-b``, which both know), process ids, System V's and POSIX's shared memory, and a
 folder for temporary files. Files elsewhere lie on both, as on a shared file system. Nobody need be
-root; where the system refuses, ``NoNamespaces`` says why.
+root; where the system rejects, ``NoNamespaces`` says why.
 
     hosts = Hosts.make(folder)
     hosts.enter()                  # this process may now start others on the hosts

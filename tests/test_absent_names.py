@@ -59,11 +59,14 @@ def test_every_name_that_torch_has_and_meshdist_lacks_says_where_it_is() -> None
 
 
 @pytest.mark.parametrize("name", [*TYPED.split(), *comm_hooks.__all__, *lax.__all__])
-@pytest.mark.parametrize("door", [meshdist, meshdist.distributed])
-def test_what_people_type_is_never_a_bare_attribute_error(door: ModuleType, name: str) -> None:
-    if hasattr(door, name):
+@pytest.mark.parametrize("listener", [meshdist, meshdist.distributed])
+def test_what_people_type_is_never_a_bare_attribute_error(listener: ModuleType, name: str) -> None:
+    if hasattr(listener, name):
         return
-    for read in (lambda: getattr(door, name), lambda: exec(f"from {door.__name__} import {name}")):
+    for read in (
+        lambda: getattr(listener, name),
+        lambda: exec(f"from {listener.__name__} import {name}"),
+    ):
         with pytest.raises(
             (AttributeError, ImportError), match=r"meshdist\S* has no [\s\S]*fix: "
         ) as e:
@@ -82,14 +85,14 @@ def test_what_people_type_is_never_a_bare_attribute_error(door: ModuleType, name
         ("reduce_scatter", "meshdist.lax.psum_scatter"),
     ],
 )
-def test_a_verb_that_lax_has_under_jaxs_name_is_told_by_it(name: str, fix: str) -> None:
+def test_a_collective_that_lax_has_under_jaxs_name_is_told_by_it(name: str, fix: str) -> None:
     told = f"meshdist.lax has no {name}\n  fix:      {fix}"
     with pytest.raises(AttributeError) as caught:
         getattr(lax, name)
     assert str(caught.value) == told
-    with pytest.raises(ImportError) as refused:
+    with pytest.raises(ImportError) as rejected:
         exec(f"from meshdist.lax import {name}")
-    assert str(refused.value) == told
+    assert str(rejected.value) == told
     with pytest.raises(AttributeError, match=r"^module 'meshdist\.lax' has no attribute 'psun'$"):
         lax.psun  # type: ignore[attr-defined]  # noqa: B018
 
@@ -142,7 +145,7 @@ def test_the_ours_that_are_named_exist() -> None:
         (
             "import meshdist; meshdist.nn.functional",
             "AttributeError: meshdist has no nn",
-            "meshdist.lax, whose verbs have gradients",
+            "meshdist.lax, whose collectives have gradients",
         ),
         (
             "from meshdist import FSDP",

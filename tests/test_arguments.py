@@ -18,7 +18,7 @@ def test_none_and_positive_times_pass() -> None:
 
 
 @pytest.mark.parametrize("wrong", [5, 5.0, "5 s"])
-def test_anything_but_a_timedelta_is_refused(wrong: object) -> None:
+def test_anything_but_a_timedelta_is_rejected(wrong: object) -> None:
     with pytest.raises(md.KindError) as caught:
         check_timeout(wrong)
     assert str(caught.value) == (
@@ -28,7 +28,7 @@ def test_anything_but_a_timedelta_is_refused(wrong: object) -> None:
     )
 
 
-def test_times_that_no_clock_can_count_are_refused() -> None:
+def test_times_that_no_clock_can_count_are_rejected() -> None:
     check_timeout(timedelta(days=36500))
     with pytest.raises(md.ArgumentError) as caught:
         check_timeout(timedelta.max)
@@ -39,7 +39,7 @@ def test_times_that_no_clock_can_count_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1])
-def test_times_that_are_over_before_they_begin_are_refused(seconds: int) -> None:
+def test_times_that_are_over_before_they_begin_are_rejected(seconds: int) -> None:
     with pytest.raises(md.ArgumentError, match=r"^timeout must be positive\n  found: "):
         check_timeout(timedelta(seconds=seconds))
 

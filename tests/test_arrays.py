@@ -49,7 +49,7 @@ SHARED = [
 
 
 def seen(x: Any, **options: Any) -> torch.Tensor:
-    return as_tensor(x, argument="tensor", verb="all_reduce", **options)
+    return as_tensor(x, argument="tensor", operation="all_reduce", **options)
 
 
 def refusal(kind: type[Exception], x: Any, **options: Any) -> str:
@@ -83,19 +83,19 @@ def test_a_torch_tensor_is_returned_itself(x: torch.Tensor, writable: bool) -> N
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("is_parameter", [False, True])
-def test_a_quantized_tensor_is_refused(is_parameter: bool) -> None:
+def test_a_quantized_tensor_is_rejected(is_parameter: bool) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8)
     if is_parameter:
         quantized = torch.nn.Parameter(quantized, requires_grad=False)
     text = refusal(DtypeError, quantized)
-    assert "cannot take a quantized tensor as tensor: its scale would not travel" in text
+    assert "cannot take a quantized tensor as tensor: its scale would not be sent" in text
     with pytest.raises(DtypeError, match="quantized"):
         md.simulate(lambda: md.broadcast(quantized, 0), 2)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_a_sparse_tensor_is_refused(layout: torch.layout) -> None:
+def test_a_sparse_tensor_is_rejected(layout: torch.layout) -> None:
     text = refusal(ArgumentError, torch.eye(2).to_sparse(layout=layout))
     assert text == (
         "all_reduce cannot take a sparse tensor as tensor\n"
@@ -108,16 +108,14 @@ def test_a_sparse_tensor_is_refused(layout: torch.layout) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_nested_tensor_is_refused(layout: torch.layout) -> None:
+def test_a_nested_tensor_is_rejected(layout: torch.layout) -> None:
     x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
     text = refusal(KindError, x)
     assert text.startswith(
-        "all_reduce cannot take a nested tensor as tensor: its parts have sizes of their own\n"
+        "all_reduce cannot take a nested tensor as tensor: its parts have different sizes\n"
         "  where:    argument tensor of all_reduce: torch."
     )
-    assert text.endswith(
-        "fix:      pass the dense parts, tensor.unbind(), one by one or to a verb on lists"
-    )
+    assert text.endswith("fix:      pass its dense parts one at a time: tensor.unbind()")
     with pytest.raises(KindError, match="cannot take a nested tensor as tensor"):
         md.simulate(lambda: md.all_reduce(x), 1)
 
@@ -128,16 +126,16 @@ class Wrapped(torch.Tensor):
         raise NotImplementedError
 
 
-def test_a_tensor_whose_values_lie_elsewhere_is_refused() -> None:
+def test_a_tensor_whose_values_lie_elsewhere_is_rejected() -> None:
     x = torch.Tensor._make_wrapper_subclass(Wrapped, (2,))
     text = refusal(KindError, x)
     assert text.startswith(
-        "all_reduce cannot take a Wrapped as tensor: its values are not in memory of its own\n"
+        "all_reduce cannot take a Wrapped as tensor: it does not store its values itself\n"
     )
     assert text.endswith("fix:      pass the plain tensor that it wraps")
 
 
-def test_a_dtensor_is_refused_and_its_shard_is_named() -> None:
+def test_a_dtensor_is_rejected_and_its_shard_is_named() -> None:
     x = torch.Tensor._make_wrapper_subclass(
         type("DTensor", (Wrapped,), {"to_local": lambda self: None}), (2,)
     )
@@ -146,14 +144,14 @@ def test_a_dtensor_is_refused_and_its_shard_is_named() -> None:
     assert text.endswith("fix:      pass tensor.to_local(), the shard on this rank")
 
 
-def test_the_real_dtensor_is_of_the_refused_kind() -> None:
+def test_the_real_dtensor_is_of_the_rejected_kind() -> None:
     from torch.distributed.tensor import DTensor
 
     assert DTensor.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     assert hasattr(DTensor, "to_local")
 
 
-def test_a_lazy_parameter_is_refused() -> None:
+def test_a_lazy_parameter_is_rejected() -> None:
     text = refusal(KindError, torch.nn.UninitializedParameter())
     assert text == (
         "all_reduce cannot take tensor: a lazy parameter that has no values yet\n"
@@ -205,7 +203,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def test_a_read_only_array_is_refused_by_a_verb_that_writes() -> None:
+def test_a_read_only_array_is_rejected_by_a_collective_that_writes() -> None:
     assert refusal(ArgumentError, read_only(np.ones(3, np.float32))) == (
         "all_reduce cannot write into tensor: the array is read-only\n"
         "  where:    argument tensor of all_reduce: numpy.ndarray, shape (3,), float32\n"
@@ -250,7 +248,7 @@ def test_a_numpy_scalar_can_be_read_but_not_written() -> None:
     assert back == 1.5
 
 
-def test_negative_strides_are_refused() -> None:
+def test_negative_strides_are_rejected() -> None:
     assert refusal(ArgumentError, np.ones((2, 3))[:, ::-1]) == (
         "all_reduce cannot take tensor: the array has a negative stride, which torch cannot share\n"
         "  where:    argument tensor of all_reduce: numpy.ndarray, shape (2, 3), float64\n"
@@ -260,14 +258,14 @@ def test_negative_strides_are_refused() -> None:
     )
 
 
-def test_strides_that_cut_elements_are_refused() -> None:
+def test_strides_that_cut_elements_are_rejected() -> None:
     records = np.zeros(3, dtype=np.dtype([("value", np.float64), ("tag", np.int32)]))
     text = refusal(ArgumentError, records["value"])
-    assert "has strides that cut its elements" in text
+    assert "has strides that are not multiples of the element size" in text
     assert "found:    strides (12,) in bytes, elements of 8" in text
 
 
-def test_unaligned_arrays_are_refused() -> None:
+def test_unaligned_arrays_are_rejected() -> None:
     array = np.frombuffer(bytearray(17), np.float64, count=2, offset=1)
     assert "is not aligned to its element size" in refusal(ArgumentError, array)
 
@@ -290,7 +288,7 @@ def test_unaligned_arrays_are_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("writable", [True, False])
-def test_dtypes_that_torch_lacks_are_refused(array: Any, name: str, writable: bool) -> None:
+def test_dtypes_that_torch_lacks_are_rejected(array: Any, name: str, writable: bool) -> None:
     text = refusal(DtypeError, array, writable=writable)
     assert text == (
         f"all_reduce cannot take tensor: torch has no dtype {name}\n"
@@ -300,21 +298,21 @@ def test_dtypes_that_torch_lacks_are_refused(array: Any, name: str, writable: bo
     )
 
 
-def test_the_other_byte_order_is_refused() -> None:
+def test_the_other_byte_order_is_rejected() -> None:
     array = np.ones(2, np.dtype(np.float32).newbyteorder("S"))
     text = refusal(DtypeError, array)
-    assert f"its bytes are in the other order ({array.dtype.str})" in text
+    assert f"it has the wrong byte order ({array.dtype.str})" in text
     fixed = eval(text.rpartition("fix:      pass ")[2], {"tensor": array})
     assert seen(fixed).tolist() == [1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 @pytest.mark.parametrize("make", [np.ma.array, np.asmatrix])
-def test_arrays_that_mean_more_than_their_numbers_are_refused(make: Any) -> None:
+def test_arrays_that_mean_more_than_their_numbers_are_rejected(make: Any) -> None:
     array = make(np.ones((1, 2)))
     text = refusal(KindError, array)
-    assert f"cannot take a {type(array).__name__} as tensor: only its plain numbers" in text
-    assert text.endswith("fix:      pass numpy.asarray(tensor) if the plain numbers are meant")
+    assert f"cannot take a {type(array).__name__} as tensor: only its plain values" in text
+    assert text.endswith("fix:      pass numpy.asarray(tensor) to send only its values")
     assert seen(np.asarray(array)).tolist() == [[1, 1]]
 
 
@@ -336,11 +334,11 @@ def test_a_result_for_numpy_carries_no_gradient_and_no_lazy_conjugate() -> None:
         (True, "bool"),
     ],
 )
-def test_what_is_no_array_is_refused(x: Any, name: str) -> None:
+def test_what_is_no_array_is_rejected(x: Any, name: str) -> None:
     assert refusal(KindError, x) == (
         f"all_reduce cannot take a {name} as tensor\n"
         "  expected: a torch tensor, or an array of NumPy or CuPy\n"
-        "  fix:      make an array of it first: tensor = torch.tensor(tensor)"
+        "  fix:      convert it to a tensor: tensor = torch.tensor(tensor)"
     )
     with pytest.raises(KindError, match="like cannot take"):
         like(torch.ones(1), x)
@@ -396,7 +394,7 @@ def test_a_cupy_array_shares_its_memory(stand_in: StandInCupy) -> None:
     assert np.shares_memory(back.host, array.host)
 
 
-def test_cupy_arrays_that_torch_cannot_share_are_refused(stand_in: StandInCupy) -> None:
+def test_cupy_arrays_that_torch_cannot_share_are_rejected(stand_in: StandInCupy) -> None:
     assert "has a negative stride" in refusal(ArgumentError, stand_in.array(np.ones(2)[::-1]))
     assert "torch has no dtype object" in refusal(DtypeError, stand_in.array(np.array([None])))
 
@@ -535,9 +533,9 @@ def test_memory_may_be_freed_after_the_stream_that_it_was_handed_to() -> None:
     assert float(torch.ones(1 << 20, device="cuda").sum()) == 1 << 20
 
 
-def test_an_array_under_a_mode_that_keeps_no_values_is_refused() -> None:
+def test_an_array_under_a_mode_that_keeps_no_values_is_rejected() -> None:
     with FakeTensorMode(), pytest.raises(KindError, match="cannot take a FakeTensor as tensor"):
-        as_tensor(np.ones(2, dtype=np.float32), argument="tensor", verb="all_reduce")
+        as_tensor(np.ones(2, dtype=np.float32), argument="tensor", operation="all_reduce")
 
 
 def test_what_shares_memory_is_copied() -> None:

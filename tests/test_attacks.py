@@ -62,7 +62,7 @@ def test_a_mesh_that_one_rank_has_closed_is_not_shared_by_the_next(pool: Pool) -
     assert pool.run(program, 4) == [[2.0] * 3] * 4
 
 
-def test_a_mesh_made_after_a_failed_verb_has_communicators_of_its_own(pool: Pool) -> None:
+def test_a_mesh_made_after_a_failed_collective_has_communicators_of_its_own(pool: Pool) -> None:
     def program() -> float:
         mesh = md.init_device_mesh("cpu", (3,), timeout=timedelta(seconds=1))
         if md.get_rank():
@@ -117,19 +117,19 @@ def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(pool: Po
                 told.append(f"{type(error).__name__}: {error}")
         os.write(1, ("\\n".join(told) + "\\n").encode())
         md.destroy_process_group()
-        """,
+""",
         3,
     )
     assert err == ""
-    assert out.count("BackendError: all_reduce on the world failed on wire 'shm'") == 2
-    assert out.count("the store is lost: rank 0, which serves the store, has ended") == 2
-    lost = "StoreError: rank 0, which serves the store, has ended\n  where:    rank {} of 3\n"
+    assert out.count("BackendError: all_reduce on the world failed on backend 'shm'") == 2
+    assert out.count("the store is lost: rank 0, which hosts the store, has ended") == 2
+    lost = "StoreError: rank 0, which hosts the store, has ended\n  where:    rank {} of 3\n"
     for rank in (1, 2):
         assert out.count(lost.format(rank)) == 2
-    assert "fix:      look at what that process wrote last, and whether it is stopped" in out
+    assert "fix:      check that process's output for a failure, and whether it is stopped" in out
 
 
-def test_a_verb_inside_backward_is_told_with_the_programs_own_line(pool: Pool) -> None:
+def test_a_collective_inside_backward_is_told_with_the_programs_own_line(pool: Pool) -> None:
     def program() -> None:
         mesh = md.init_device_mesh(
             "cpu", (2,), mesh_dim_names=("tp",), timeout=timedelta(seconds=1)
@@ -159,7 +159,7 @@ def test_a_dead_member_is_named_by_all_others(pool: Pool) -> None:
         assert isinstance(outcome, Failure)
         assert isinstance(outcome.exception, md.BackendError)
         text = str(outcome.exception)
-        assert "all_reduce on axis 'dp' of DeviceMesh(dp=3) failed on wire 'gloo'" in text
+        assert "all_reduce on axis 'dp' of DeviceMesh(dp=3) failed on backend 'gloo'" in text
         assert "rank 2 has ended" in text
 
 
@@ -200,7 +200,7 @@ def test_an_abort_by_the_rank_that_serves_the_store_and_leaves_is_heard(pool: Po
             took = time.monotonic() - start
             told = f"{rank} freed: {took < 20} {'rank 0: rank 0 has had enough' in str(error)}"
             os.write(1, f"{told}\\n".encode())
-        """,
+""",
         3,
     )
     assert err == ""
@@ -211,36 +211,37 @@ def test_after_a_disagreement_a_new_mesh_works_and_the_old_one_stays_broken(pool
     def program() -> list[object]:
         rank = md.get_rank()
         old = mesh_of(3)
-        with pytest.raises(md.AgreementError) as first:
+        with pytest.raises(md.MismatchError) as first:
             md.all_reduce(torch.ones(2 + (rank == 1)), group=old["dp"])
         new = mesh_of(3)
         found = [total(new["dp"])]
-        with pytest.raises(md.AgreementError) as second:
+        with pytest.raises(md.MismatchError) as second:
             md.barrier(old)
         return [*found, first.value.found == second.value.found, total(new["dp"])]
 
     assert pool.run(program, 3) == [[3.0, True, 3.0]] * 3
 
 
-def later_verbs_of_groups_that_disagreed(is_async: bool) -> list[str]:
-    """What is wrong, if anything, with later verbs on six groups, each after a disagreement."""
+def later_operations_of_groups_that_disagreed(is_async: bool) -> list[str]:
+    """What is wrong, if anything, with later collectives on six groups, each after a
+    disagreement."""
     rank, wrong = md.get_rank(), []
     for number in range(6):
         group = md.new_group(timeout=SHORT)
         try:
             work = md.all_reduce(torch.ones(4 if rank else 6), group=group, async_op=is_async)
-        except md.AgreementError:
+        except md.MismatchError:
             work = None
         for _ in range(2):
             x = torch.ones(1)
             try:
                 md.all_reduce(x, group=group)
                 wrong.append(f"group {number}: went through with {x.item()}")
-            except md.AgreementError as error:
-                if "the members of a group disagree about their call 1\n" not in str(error):
+            except md.MismatchError as error:
+                if "collective mismatch: ranks made different calls as call 1\n" not in str(error):
                     wrong.append(str(error))
         if work is not None:
-            with pytest.raises(md.AgreementError):
+            with pytest.raises(md.MismatchError):
                 work.wait()
     x = torch.ones(1)
     md.all_reduce(x)  # another group, which goes on
@@ -248,14 +249,16 @@ def later_verbs_of_groups_that_disagreed(is_async: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("wire", ["gloo", "simulated"])
-def test_after_a_disagreement_no_verb_of_the_group_goes_through_on_any_member(
-    wire: str, is_async: bool, pool: Pool
+@pytest.mark.parametrize("backend", ["gloo", "simulated"])
+def test_after_a_disagreement_no_collective_of_the_group_goes_through_on_any_member(
+    backend: str, is_async: bool, pool: Pool
 ) -> None:
-    if wire == "gloo":
-        assert pool.run(later_verbs_of_groups_that_disagreed, 4, is_async) == [[]] * 4
+    if backend == "gloo":
+        assert pool.run(later_operations_of_groups_that_disagreed, 4, is_async) == [[]] * 4
     else:
-        assert md.simulate(later_verbs_of_groups_that_disagreed, 4, args=(is_async,)) == [[]] * 4
+        assert (
+            md.simulate(later_operations_of_groups_that_disagreed, 4, args=(is_async,)) == [[]] * 4
+        )
 
 
 def test_the_stacks_of_both_sides_are_shown_where_the_environment_asks(pool: Pool) -> None:
@@ -266,7 +269,7 @@ def test_the_stacks_of_both_sides_are_shown_where_the_environment_asks(pool: Poo
         def train() -> None:
             reduce_losses(2 + md.get_rank())
 
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             train()
         return str(caught.value.found)
 
@@ -301,12 +304,12 @@ def test_a_disagreement_where_the_server_of_the_store_is_gone_hangs_nobody(pool:
         except md.MeshdistError as error:
             summary = str(error).splitlines()[0]
             os.write(1, f"{rank}: {type(error).__name__}: {summary}\\n".encode())
-        """,
+""",
         3,
     )
     assert err == ""
     lines = sorted(out.splitlines())
     assert len(lines) == 2, lines
-    told = "the members of a group disagree about their call 2"
-    assert any(line.endswith(f"AgreementError: {told}") for line in lines), lines
-    assert all("AgreementError" in line or "BackendError" in line for line in lines), lines
+    told = "collective mismatch: ranks made different calls as call 2"
+    assert any(line.endswith(f"MismatchError: {told}") for line in lines), lines
+    assert all("MismatchError" in line or "BackendError" in line for line in lines), lines

@@ -27,7 +27,7 @@ from benchmarks import (
     structure,
 )
 from benchmarks._report import interleaved
-from benchmarks._step_times import Sample, quotient, verdict as verdict_of_target
+from benchmarks._step_times import Sample, quotient, verdict as outcome_of_target
 from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
 from benchmarks.busy import busy_processes, row
 from tests.inner import Cell
@@ -112,10 +112,10 @@ def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr
     told = json.loads(report.read_text())
     assert told["before"] == told["after"] and told["before"]["torch"]
-    cells = {(one["part"], one["verb"], one["bytes"]): one for one in told["cells"]}
-    verbs = ("all_reduce", "all_gather_into_tensor", "send_recv")
+    cells = {(one["part"], one["operation"], one["bytes"]): one for one in told["cells"]}
+    operations = ("all_reduce", "all_gather_into_tensor", "send_recv")
     assert {key for key in cells if key[0] == "shm"} == {
-        ("shm", v, n) for v in verbs for n in (8, 64)
+        ("shm", v, n) for v in operations for n in (8, 64)
     }
     assert len(cells) == 6
     for cell in cells.values():
@@ -177,7 +177,7 @@ def test_a_target_of_ddp_is_missed_where_one_clock_misses_it() -> None:
     (row,) = ddp.comparison_rows("many", samples)
     assert (row["what"], row["best"]) == ("step: meshdist/gloo / torch, best", "torch/views")
     assert (row["CPU"], row["verdict"]) == (1.5, "MISSED (at most 1)")
-    assert verdict_of_target(0.3, [0.2, 0.4]) == "MISSED (at most 0.3)"
+    assert outcome_of_target(0.3, [0.2, 0.4]) == "MISSED (at most 0.3)"
 
 
 def test_a_round_whose_divisor_says_nothing_counts_as_infinite() -> None:
@@ -259,14 +259,14 @@ def test_plans_of_transitions_keep_to_the_bound(transition: str, sizes: tuple[in
     assert received == _transitions.bound(transition, sizes) * 64 * 64
 
 
-def test_summands_of_a_transition_add_up() -> None:
+def test_partial_sums_of_a_transition_add_up() -> None:
     whole = torch.arange(16.0).view(4, 4)
-    summands = [
-        _transitions.summand_of(whole, ["P", "P"], (2, 2), coordinate)
+    partial_sums = [
+        _transitions.partial_sum_of(whole, ["P", "P"], (2, 2), coordinate)
         for coordinate in itertools.product(range(2), repeat=2)
     ]
-    assert torch.equal(sum(summands, torch.zeros(())), 4 * whole)
-    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(summands))
+    assert torch.equal(sum(partial_sums, torch.zeros(())), 4 * whole)
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(partial_sums))
 
 
 def test_transitions_are_compared_with_the_best_of_dtensor() -> None:
@@ -387,15 +387,15 @@ def test_the_benchmark_of_checkpoints_runs(tmp_path: Path) -> None:
 
 def test_the_structure_is_counted_as_in_drawn_files() -> None:
     first = '"""A room."""\nfrom .second import run\nfrom . import second\nx = 1  # barrier\n'
-    verbs = "all_reduce, broadcast, gather, scatter, barrier, all_gather"
+    operations = "all_reduce, broadcast, gather, scatter, barrier, all_gather"
     parameters = "self, a, b, c, d, e, f, g"
     second = f"""
 import meshdist.first
 class A:
     def seven({parameters}): "It does nothing."
-    def eight({parameters}, h): return {verbs}
+    def eight({parameters}, h): return {operations}
 try: pass
-except (WireFailure, OSError): pass
+except (BackendFailure, OSError): pass
 """
     files = {"meshdist/first.py": first, "meshdist/second.py": second}
     numbers, many = structure.count({PurePosixPath(name): text for name, text in files.items()})
@@ -407,8 +407,8 @@ def test_the_structure_of_this_checkout_is_counted() -> None:
     numbers, many = structure.count(structure.read_here())
     assert numbers["files"] > 100 and numbers["statements"] > 10_000
     assert numbers["functions of more than seven parameters, ours to choose"] == len(many) <= 8
-    assert numbers["except WireFailure"] <= 2
-    assert numbers["files that name six verbs"] <= 13
+    assert numbers["except BackendFailure"] <= 2
+    assert numbers["files that name six collectives"] <= 13
 
 
 @pytest.mark.parametrize(

@@ -88,19 +88,19 @@ def exchanged(x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
     return out
 
 
-def into(verb: str, count: int = 2, **how: Any) -> Call:
-    """A verb that writes its result into the first argument."""
+def into(operation: str, count: int = 2, **how: Any) -> Call:
+    """A collective that writes its result into the first argument."""
 
     def call(x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
         out = torch.zeros(count)
-        getattr(md, verb)(out, x, group=mesh, **how)
+        getattr(md, operation)(out, x, group=mesh, **how)
         return out
 
     return call
 
 
-def verb(name: str, *args: Any, **how: Any) -> Call:
-    """A verb in place."""
+def operation(name: str, *args: Any, **how: Any) -> Call:
+    """A collective in place."""
 
     def call(x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
         y = x.clone()
@@ -147,9 +147,9 @@ CALLS: dict[str, Call] = {
     ),
     "P": lambda x, mesh: x * len(md.P("tp", None)),
     "plan": lambda x, mesh: x * len(md.plan("b@tp -> b", mesh=mesh, b=4).explain()),
-    "all_reduce": verb("all_reduce"),
-    "broadcast": verb("broadcast", 1),
-    "reduce": verb("reduce", 1),
+    "all_reduce": operation("all_reduce"),
+    "broadcast": operation("broadcast", 1),
+    "reduce": operation("reduce", 1),
     "all_gather": gathered,
     "all_gather_object": with_objects,
     "all_gather_into_tensor": into("all_gather_into_tensor", 4),
@@ -195,7 +195,8 @@ def answers(call: Call, is_compiled: bool) -> list[Any]:
 
 
 FIRST = ("annotate", "typeof", "seed", "typed", "untyped", "uneven", "accumulate_gradients", "DDP")
-"""What marks tensors, keeps notes or makes contexts: the others are verbs, or ask what is there."""
+"""What marks tensors, keeps notes or makes contexts: the others are collectives, or ask what is
+there."""
 
 
 @pytest.mark.parametrize(
@@ -225,12 +226,12 @@ def test_every_public_function_ends_a_graph() -> None:
     assert not hasattr(shared, MARK), "the code of all contexts of the process"
 
 
-def test_a_full_graph_is_refused_with_the_reason() -> None:
+def test_a_full_graph_is_rejected_with_the_reason() -> None:
     import torch._dynamo
 
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda x: md.annotate(x + 1, varying="dp"), backend="eager", fullgraph=True
     )
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="marks are not seen"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="annotations are not visible"):
         compiled(torch.ones(2))

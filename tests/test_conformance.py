@@ -64,11 +64,11 @@ def test_what_counts_as_a_bug_of_ours(driver: ModuleType) -> None:
         "passed": 1,
         "skipped": 1,
         "failed": 1,
-        "refused by torch's front end": 1,
+        "rejected by torch's front end": 1,
         "failed on gloo too": 1,
     }
     assert told["failed"] == {"c": "AssertionError: 1 != 2"}
-    assert told["refused by torch's front end"]["d"].startswith("ValueError: it is only")
+    assert told["rejected by torch's front end"]["d"].startswith("ValueError: it is only")
     assert told["skipped, by torch's reason"] == {"no GPU": 1}
 
 
@@ -80,7 +80,7 @@ def test_the_documentation_says_what_the_report_says() -> None:
             r"^\| (shm|mpi|simulated|Gloo) \| (\d+ \| \d+ \| \d+ \| \d+) \|$", page, re.MULTILINE
         )
     )
-    kinds = ("passed", "failed", "refused by torch's front end", "skipped")
+    kinds = ("passed", "failed", "rejected by torch's front end", "skipped")
     for one in report["backends"]:
         counts = [str(one["counts"].get(kind, 0)) for kind in kinds]
         assert rows[one["backend"].replace("gloo", "Gloo")] == " | ".join(counts)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import meshdist as md
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 CPU = torch.device("cpu")
 OPS = md.ReduceOp.SUM, md.ReduceOp.AVG, md.ReduceOp.MAX, md.ReduceOp.premul_sum(2)
@@ -98,11 +98,11 @@ def everything(device: str | None, size: int, folder: str) -> list[Any]:
         return [reductions(size), moves(size, mesh), training(mesh, folder)]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_calls_on_the_cpu_stay_there(wire: str, pool: Pool, tmp_path: pathlib.Path) -> None:
-    expected = WIRES[wire](pool, everything, 2, None, 2, str(tmp_path / "here"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_on_the_cpu_stay_there(backend: str, pool: Pool, tmp_path: pathlib.Path) -> None:
+    expected = BACKENDS[backend](pool, everything, 2, None, 2, str(tmp_path / "here"))
     assert expected[0][2] == [True, {"cpu"}]
-    assert WIRES[wire](pool, everything, 2, "meta", 2, str(tmp_path / "meta")) == expected
+    assert BACKENDS[backend](pool, everything, 2, "meta", 2, str(tmp_path / "meta")) == expected
 
 
 def compressed(device: str) -> list[float]:

@@ -20,7 +20,10 @@ import meshdist
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+]
 TIMEOUT_S = 120
 
 # How many blocks of a page carry the comment. A page that is not listed has none.

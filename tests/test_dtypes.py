@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from meshdist.dtypes import DTYPES, SIGNED, DtypeFacts, dtype_name
+from tests.backends import samples
 from tests.inner import core
-from tests.wires import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -24,7 +24,7 @@ from engines import (
     with_failure,
 )
 
-from tests.inner import engines as known_engines
+from tests.inner import schedulers as known_engines
 
 PROGRAMS = programs()
 
@@ -38,7 +38,7 @@ def test_every_engine_has_a_program_and_a_row_of_the_report() -> None:
 
 def test_every_engine_that_errors_name_has_a_section() -> None:
     sections = {title for title, _ in SECTION.findall(PAGE.read_text())}
-    assert {engine.name for engine in known_engines.ENGINES} <= sections
+    assert {engine.name for engine in known_engines.SCHEDULERS} <= sections
 
 
 @pytest.mark.parametrize("failure", FAILURES)

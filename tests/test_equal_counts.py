@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import meshdist as md
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 Profile = torch.profiler.profile
 CPU = [torch.profiler.ProfilerActivity.CPU]
@@ -82,7 +82,7 @@ def reshards(draws: Random, mesh: Any) -> None:
             md.reshard(source, pattern, mesh, **sizes).square().sum().backward()
 
 
-def verbs(draws: Random, mesh: Any) -> None:
+def operations(draws: Random, mesh: Any) -> None:
     """Every function of lax, on arrays that can be empty."""
     lax, size = md.lax, mesh.size()
     with mesh:
@@ -237,7 +237,7 @@ def replicas(draws: Random, mesh: Any) -> None:
 CASES = (
     lines_of_einsum,
     reshards,
-    verbs,
+    operations,
     ragged,
     experts,
     layers,
@@ -256,10 +256,10 @@ def run(case: Callable[..., None], seed: int, size: int) -> list[str]:
         return []
     with Profile(activities=CPU, acc_events=True) as profile:
         case(Random(seed), mesh)
-    return verbs_in(profile)
+    return operations_in(profile)
 
 
-def verbs_in(profile: Any, prefix: str = "") -> list[str]:
+def operations_in(profile: Any, prefix: str = "") -> list[str]:
     """Return the names of the collectives in a profile, in order."""
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     begin = re.compile(rf"{prefix}meshdist::(\w+)")
@@ -272,7 +272,7 @@ def on_simulated_ranks(case: Callable[..., None], seed: int, size: int) -> list[
 
     with Profile(activities=CPU, acc_events=True) as profile:
         md.simulate(program, size)
-    return [verbs_in(profile, f"rank {rank}: ") for rank in range(size)]
+    return [operations_in(profile, f"rank {rank}: ") for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -286,13 +286,13 @@ def test_simulated_ranks_make_the_same_calls(case: Callable[..., None], size: in
 
 
 @pytest.mark.parametrize(
-    ("wire", "size"),
+    ("backend", "size"),
     [("shm", 3), ("gloo", 2), ("gloo across hosts", 3), ("mpi", 2), ("two hosts", 2)],
 )
-def test_processes_make_the_same_calls(pool: Pool, wire: str, size: int) -> None:
+def test_processes_make_the_same_calls(pool: Pool, backend: str, size: int) -> None:
     def every(size: int) -> dict[str, list[str]]:
         return {case.__name__: run(case, size, size) for case in CASES}
 
-    first, *others = WIRES[wire](pool, every, size, size)
+    first, *others = BACKENDS[backend](pool, every, size, size)
     for other in others:
         assert other == first

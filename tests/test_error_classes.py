@@ -50,7 +50,7 @@ def mesh_of(library: Any) -> Any:
 
 WITHOUT_A_WORLD: dict[str, Misuse] = {
     "an init_method that is a number": lambda d: begin(d, store=None, init_method=3),
-    "a verb": lambda d: d.all_reduce(x()),
+    "a collective": lambda d: d.all_reduce(x()),
     "a barrier": lambda d: d.barrier(),
     "get_rank": lambda d: d.get_rank(),
     "get_backend": lambda d: d.get_backend(),
@@ -221,7 +221,7 @@ def test_what_torch_asserts_is_an_error_with_a_text(name: str) -> None:
     assert isinstance(ours, md.MeshdistError) and not isinstance(ours, AssertionError)
 
 
-def test_one_wire_for_all_pairs_is_the_backend(pool: Pool) -> None:
+def test_one_backend_for_all_pairs_is_the_backend(pool: Pool) -> None:
     def program(rank: int) -> tuple[str, str]:
         begin(md, "cpu:gloo,cuda:gloo")
         try:

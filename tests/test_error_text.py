@@ -64,7 +64,7 @@ def test_every_error_prints_plainly_keeps_its_fields_and_pickles(kind: type) -> 
         (errors.RendezvousError, errors.DistNetworkError),
         (errors.StoreError, errors.DistStoreError),
         (errors.CollectiveTimeoutError, TimeoutError),
-        (errors.AgreementError, errors.DistBackendError),
+        (errors.MismatchError, errors.DistBackendError),
         (errors.AxisError, KeyError),
         (errors.MeshError, RuntimeError),
         (errors.ShapeError, ValueError),

@@ -12,7 +12,7 @@ from meshdist import errors
 
 CAUGHT_BY = {
     "AbortedError": (dist.DistBackendError,),
-    "AgreementError": (dist.DistBackendError, ValueError),
+    "MismatchError": (dist.DistBackendError, ValueError),
     "ArgumentError": (ValueError,),
     "AxisError": (ValueError, RuntimeError, KeyError, IndexError, TypeError),
     "AxisTypeError": (TypeError,),
@@ -33,7 +33,7 @@ CAUGHT_BY = {
     "NotInitializedError": (ValueError, RuntimeError),
     "PatternError": (ValueError,),
     "PicklingError": (TypeError, pickle.PicklingError, AttributeError),
-    "NestedVerbError": (RuntimeError,),
+    "NestedCollectiveError": (RuntimeError,),
     "RankFailedError": (RuntimeError,),
     "RendezvousError": (dist.DistNetworkError, ValueError),
     "ShapeError": (ValueError, RuntimeError, IndexError),

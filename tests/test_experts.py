@@ -1,4 +1,5 @@
-"""Dispatch and combine against a dense loop over tokens; texts of errors; NumPy; types; wires."""
+"""Dispatch and combine against a dense loop over tokens; texts of errors; NumPy; types;
+backends."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from hypothesis import example, given, settings, strategies as st
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     AxisTypeError,
@@ -20,13 +20,14 @@ from meshdist.errors import (
     GroupClosedError,
     KindError,
     MeshError,
+    MismatchError,
     ShapeError,
     WorldError,
 )
 from tests.pool import Pool
 
 WIDTH, OUT = 3, 2
-VERBS = ("dispatch", "combine")
+OPERATIONS = ("dispatch", "combine")
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ def test_three_exchanges_forward_and_two_backward(pool: Pool) -> None:
             found.append([name.partition("(")[0] for name in names])
         return found
 
-    sent, back = (f"meshdist::all_to_all_single of experts.{verb}" for verb in VERBS)
+    sent, back = (f"meshdist::all_to_all_single of experts.{operation}" for operation in OPERATIONS)
     assert pool.run(body, 2, backend="shm") == [[[sent, sent, back], [back, sent]]] * 2
 
 
@@ -333,7 +334,7 @@ def test_in_typed_contexts() -> None:
         torch.testing.assert_close(up, of_ups[rank % 2])
 
 
-def test_tokens_that_do_not_vary_are_refused_in_typed_contexts() -> None:
+def test_tokens_that_do_not_vary_are_rejected_in_typed_contexts() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         with md.typed(mesh), pytest.raises(AxisTypeError) as caught:
             md.experts.dispatch(TOKENS, EXPERTS, "ep", 3)
@@ -359,7 +360,7 @@ def test_a_transform_of_torch_func() -> None:
 # -- bad input ----------------------------------------------------------------------------------
 
 
-def refused(kind: type[Exception], call: Any, size: int = 2) -> list[str]:
+def rejected(kind: type[Exception], call: Any, size: int = 2) -> list[str]:
     """The texts of the errors that all ranks raise; then the group still serves."""
 
     def body(mesh: md.DeviceMesh) -> str:
@@ -378,15 +379,16 @@ def test_an_expert_outside_on_one_rank_is_told_to_all() -> None:
         assert len(rows) == [6, 3, 3][md.get_rank()]
         raise caught.value
 
-    texts = refused(ArgumentError, call, 3)
+    texts = rejected(ArgumentError, call, 3)
     assert texts == [texts[0]] * 3
     assert texts[0].splitlines() == [
-        "experts.dispatch over axis 'ep' of DeviceMesh(ep=3): there are no such experts",
-        "  expected: experts from 0 to 1, and -1 for what is not sent",
+        "experts.dispatch over axis 'ep' of DeviceMesh(ep=3) got experts that do not exist",
+        "  expected: experts from 0 to 1, and -1 for an entry that is not sent",
         "  found:    ranks 0, 2: from 0 to 2",
         "            rank 1: from 4 to 6",
-        "  fix:      number experts from 0, give num_experts as the count of those on all ranks "
-        "together, and -1 for an entry that is dropped",
+        "  fix:      number the experts from 0, pass the number of experts on all ranks "
+        "together as "
+        "num_experts, and use -1 for an entry that is dropped",
     ]
 
 
@@ -394,7 +396,7 @@ def test_an_expert_outside_on_one_rank_is_told_to_all() -> None:
 def test_another_number_of_experts_is_shown_on_all_ranks(pool: Pool, backend: str) -> None:
     def body() -> str:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             md.experts.dispatch(TOKENS, EXPERTS, "ep", 3 + md.get_rank(), mesh=mesh)
         return str(caught.value)
 
@@ -405,7 +407,7 @@ def test_another_number_of_experts_is_shown_on_all_ranks(pool: Pool, backend: st
 
 
 @pytest.mark.parametrize("other", [torch.ones(2, 3), torch.ones(2, 2, dtype=torch.float64)])
-def test_rows_that_differ_between_ranks_are_refused_on_all(other: torch.Tensor) -> None:
+def test_rows_that_differ_between_ranks_are_rejected_on_all(other: torch.Tensor) -> None:
     def dispatch(mesh: md.DeviceMesh) -> None:
         md.experts.dispatch([TOKENS, other][md.get_rank()], EXPERTS, "ep", 3)
 
@@ -414,24 +416,24 @@ def test_rows_that_differ_between_ranks_are_refused_on_all(other: torch.Tensor) 
         mine = rows if md.get_rank() == 0 else other[:1].expand(len(rows), -1)
         md.experts.combine(mine, route)
 
-    for call, verb in ((dispatch, "dispatch(num_experts=3, "), (combine, "combine(")):
-        for text in refused(AgreementError, call):
-            assert f"experts.{verb}rows of (2,), float32)" in text
+    for call, operation in ((dispatch, "dispatch(num_experts=3, "), (combine, "combine(")):
+        for text in rejected(MismatchError, call):
+            assert f"experts.{operation}rows of (2,), float32)" in text
             name = str(other.dtype).removeprefix("torch.")
-            assert f"experts.{verb}rows of {tuple(other.shape[1:])}, {name})" in text
+            assert f"experts.{operation}rows of {tuple(other.shape[1:])}, {name})" in text
 
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "number", "kind", "text"),
     [
-        (TOKENS, EXPERTS.float(), 3, DtypeError, "experts must be whole numbers"),
-        (TOKENS, EXPERTS.bool(), 3, DtypeError, "experts must be whole numbers"),
-        (TOKENS, EXPERTS[:1], 3, ShapeError, "each token must have its row of experts"),
-        (TOKENS, EXPERTS[:1], 3, ShapeError, "fix:      give experts a row for each token, as sco"),
-        (TOKENS, EXPERTS[:, 0], 3, ShapeError, "experts.unsqueeze(1), where each token goes to"),
+        (TOKENS, EXPERTS.float(), 3, DtypeError, "experts must be integers"),
+        (TOKENS, EXPERTS.bool(), 3, DtypeError, "experts must be integers"),
+        (TOKENS, EXPERTS[:1], 3, ShapeError, "experts must have one row per token"),
+        (TOKENS, EXPERTS[:1], 3, ShapeError, "fix:      pass one row of experts for each token"),
+        (TOKENS, EXPERTS[:, 0], 3, ShapeError, "pass experts.unsqueeze(1) if each token goes to"),
         (TOKENS[0, 0], EXPERTS, 3, ShapeError, "tokens of shape (n, ...) and experts of shape"),
         (TOKENS, EXPERTS, 0, ArgumentError, "experts.dispatch: num_experts is 0"),
-        (TOKENS, EXPERTS, 2.0, KindError, "num_experts must be a whole number"),
+        (TOKENS, EXPERTS, 2.0, KindError, "num_experts must be an integer"),
         (TOKENS.tolist(), EXPERTS, 3, KindError, "experts.dispatch cannot take a list as tokens"),
         (TOKENS, EXPERTS.tolist(), 3, KindError, "experts.dispatch cannot take a list as experts"),
     ],
@@ -442,14 +444,14 @@ def test_arguments_that_do_not_fit(
     def call(mesh: md.DeviceMesh) -> None:
         md.experts.dispatch(tokens, experts, "ep", number)
 
-    assert all(text in found for found in refused(kind, call))
+    assert all(text in found for found in rejected(kind, call))
 
 
 def test_an_unknown_axis() -> None:
     def call(mesh: md.DeviceMesh) -> None:
         md.experts.dispatch(TOKENS, EXPERTS, "tp", 3)
 
-    assert all(text.startswith("no axis 'tp' in the mesh") for text in refused(AxisError, call))
+    assert all(text.startswith("no axis 'tp' in the mesh") for text in rejected(AxisError, call))
 
 
 def test_no_mesh_in_force() -> None:
@@ -460,7 +462,7 @@ def test_no_mesh_in_force() -> None:
         md.simulate(body, 1)
 
 
-def test_combine_refuses_other_rows_weights_and_routes() -> None:
+def test_combine_rejects_other_rows_weights_and_routes() -> None:
     def body(mesh: md.DeviceMesh) -> list[str]:
         rows, route = md.experts.dispatch(TOKENS, EXPERTS % 2, "ep", 2)
         texts = []
@@ -478,15 +480,19 @@ def test_combine_refuses_other_rows_weights_and_routes() -> None:
 
     for rank, (rows, weights, route, scale) in enumerate(over(body)):
         first, where, expected, found, fix = rows.splitlines()
-        assert first.endswith("rows must be as many as experts.dispatch gave, in their order")
+        assert first.endswith("rows must correspond to the rows that experts.dispatch returned")
         assert where == f"  where:    rank {rank}, axis 'ep' of DeviceMesh(ep=2)"
         assert expected == f"  expected: shape ({[6, 2][rank]}, ...)"
         assert found == "  found:    shape (1, 2), float32"
-        assert fix.startswith("  fix:      pass a row for each that experts.dispatch returned")
+        assert fix.startswith(
+            "  fix:      pass one row for each row that experts.dispatch returned"
+        )
         assert "weights must have the shape of the experts" in weights
-        assert weights.endswith("beside the experts: weights, experts = scores.topk(k)")
+        assert weights.endswith(
+            "pass the values of the same topk call: weights, experts = scores.topk(k)"
+        )
         assert "expected: shape (2, 2)" in weights and "shape (2, 3), float32" in weights
-        assert "route must be what experts.dispatch returned beside the rows" in route
+        assert "route must be the Route that experts.dispatch returned" in route
         assert "experts.combine cannot take a float as weights" in scale
 
 
@@ -508,8 +514,8 @@ def test_a_route_of_a_mesh_that_has_ended_or_of_another_rank() -> None:
         md.barrier()
         raise caught.value
 
-    assert all("the world was closed" in text for text in refused(GroupClosedError, ended))
-    assert all("was used from another thread" in text for text in refused(WorldError, anothers))
+    assert all("the world was closed" in text for text in rejected(GroupClosedError, ended))
+    assert all("was used from another thread" in text for text in rejected(WorldError, anothers))
 
 
 def test_a_route_of_another_mesh_than_the_typed_context() -> None:

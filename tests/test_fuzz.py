@@ -30,23 +30,23 @@ from meshdist.errors import MeshdistError
 from meshdist.mesh.layout import Layout
 from tests.inner import (
     LaunchError,
-    ProcessCard,
+    ProcessInfo,
     World,
     bench,
     debug_levels,
+    find_integer,
     find_local_size,
     find_mpi_problem,
-    find_whole_number,
     first_host,
     flags as cli_arguments,
     init_methods,
     main as cli,
-    my_card,
+    my_process_info,
     parse_backends,
+    read_launch_environment,
     read_local_rank,
-    read_surroundings,
     run,
-    store_places,
+    store_endpoints,
     stores,
     world_here,
 )
@@ -236,7 +236,7 @@ def read_environment(variables: Mapping[str, str]) -> None:
     find_local_size(variables)
     for is_mpi_asked in (False, True):
         with contextlib.suppress(MeshdistError):
-            found = read_surroundings(variables, is_mpi_asked=is_mpi_asked)
+            found = read_launch_environment(variables, is_mpi_asked=is_mpi_asked)
             assert 0 <= found.rank < found.size
     with contextlib.suppress(MeshdistError):
         assert read_local_rank(variables) >= 0
@@ -258,19 +258,19 @@ class Reached(MeshdistError):
     """What lies behind the reader was reached."""
 
 
-def refuse(*_: object, **__: object) -> None:
+def reject(*_: object, **__: object) -> None:
     raise Reached("reached")
 
 
 def read_url(url: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("connect_store", "serve_store", "bind_listener"):
-            patch.setattr(store_places, name, refuse)
-        patch.setattr(init_methods, "read_surroundings", refuse)
-        patch.setattr(init_methods, "open_file", refuse)
+            patch.setattr(store_endpoints, name, reject)
+        patch.setattr(init_methods, "read_launch_environment", reject)
+        patch.setattr(init_methods, "open_file", reject)
         for rank, size in ((-1, -1), (0, 2), (1, 2)):
             with contextlib.suppress(MeshdistError):
-                terms = init_methods.Terms(url, rank, size, timeout=timedelta(seconds=1))
+                terms = init_methods.InitArguments(url, rank, size, timeout=timedelta(seconds=1))
                 init_methods.meet(terms)
 
 
@@ -280,9 +280,9 @@ def read_command_line(words: str) -> object:
         contextlib.redirect_stderr(io.StringIO()),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        patch.setattr(cli_arguments, "run_processes", refuse)
-        patch.setattr(run.os, "execve", refuse)
-        patch.setattr(bench, "measure", refuse)
+        patch.setattr(cli_arguments, "run_processes", reject)
+        patch.setattr(run.os, "execve", reject)
+        patch.setattr(bench, "measure", reject)
         return cli.main(words.split(" "))
 
 
@@ -343,7 +343,7 @@ def timeout(rng: random.Random) -> Any:
 
 
 def readers(folder: Path) -> dict[str, Reader]:
-    card = my_card().to_json()
+    process_info = my_process_info().to_json()
     no_store = stores.inherited_listener
     system_errors = (MeshdistError, SystemExit, LaunchError)
     return {
@@ -353,7 +353,7 @@ def readers(folder: Path) -> dict[str, Reader]:
             first_host,
             (ValueError,),
         ),
-        "whole numbers": Reader(texts("12", "0", "9223372036854775807"), find_whole_number),
+        "integers": Reader(texts("12", "0", "9223372036854775807"), find_integer),
         "an inherited socket": Reader(texts("3", "17"), lambda text: no_store(text, 1)),
         "the debug level": Reader(
             texts("DETAIL", "info", "OFF"),
@@ -371,8 +371,8 @@ def readers(folder: Path) -> dict[str, Reader]:
             read_url,
         ),
         "process cards": Reader(
-            lambda rng: changed_value(card, rng),
-            lambda found: isinstance(found, dict) and ProcessCard.from_json(found),
+            lambda rng: changed_value(process_info, rng),
+            lambda found: isinstance(found, dict) and ProcessInfo.from_json(found),
             (ValueError,),
         ),
         "backends": Reader(texts("cpu:gloo,cuda:nccl", "gloo", "mpi"), parse_backends),

@@ -22,26 +22,26 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.backends.shm.circle import close_shared, make_memory, num_files
 from tests.inner import (
-    Door,
-    HeaderTable,
-    HeaderTables,
-    Parcel,
+    BackendFailure,
+    FingerprintTable,
+    FingerprintTables,
+    Listener,
+    PickledObject,
     Regions,
-    SharedWords,
-    SharedWordsView,
-    WireFailure,
+    SharedFlags,
+    SharedFlagsView,
     World,
+    attach,
     core,
     find_readable,
-    handshake,
     open_file,
     rank_of,
     unpack,
 )
 from tests.test_fuzz import changed, records, texts
 from tests.test_fuzz_store import SHORT, Memory, Readers, as_bytes, check
-from tests.wires.shm.circle import close_shared, make_memory, num_files
 
 pytestmark = pytest.mark.skipif(core is None, reason="no native core here")
 
@@ -109,38 +109,38 @@ def visits(rng: random.Random) -> list[list[Part]]:
     ]
 
 
-def door(given: list[list[Part]]) -> None:
+def listener(given: list[list[Part]]) -> None:
     before, places = num_files(), []
     with ExitStack() as stack:
-        door = Door(3)
-        stack.callback(door.close)
-        name, secret = door.address.split()
+        listener = Listener(3)
+        stack.callback(listener.close)
+        name, secret = listener.address.split()
         for parts in given:
             visitor = connected(stack, f"\0{name}")
             true = bytes.fromhex(secret)
             send_parts(visitor, [(data.replace(b"X" * 16, true), files) for data, files in parts])
             for _ in range(2):
-                ready = find_readable(door.watched(), 0.0)
-                for one in [one for one in door.watched() if one.fileno() in ready]:
+                ready = find_readable(listener.watched(), 0.0)
+                for one in [one for one in listener.watched() if one.fileno() in ready]:
                     with suppress(OSError):
-                        came = door.look(one)
+                        came = listener.look(one)
                         if came is not None:
                             places.append(came[0])
                             stack.enter_context(came[1])
                             os.close(came[2])
-    assert {*places, *door.awaited} == {1, 2} and len(places) + len(door.awaited) == 2
+    assert {*places, *listener.awaited} == {1, 2} and len(places) + len(listener.awaited) == 2
     assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
 def sharing(store: Memory) -> None:
     """As the second of two members."""
     before = num_files()
-    with suppress(WireFailure):
-        handshake.share(store, 1, (0, 1), make_memory, close_shared, 0.0)
+    with suppress(BackendFailure):
+        attach.share(store, 1, (0, 1), make_memory, close_shared, 0.0)
     assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
-def address_of_door(junk: bytes) -> None:
+def address_of_listener(junk: bytes) -> None:
     store = Memory()
     store.values["shared/address"] = junk
     sharing(store)
@@ -157,7 +157,7 @@ def answer_parts(rng: random.Random) -> list[Part]:
     return changed_parts([(head, 0), (b"f", 3), (HEAD.pack(0, 0), 0)], rng)
 
 
-def answer_of_door(parts: list[Part]) -> None:
+def answer_of_listener(parts: list[Part]) -> None:
     with ExitStack() as stack:
         listener = listening(stack)
 
@@ -169,7 +169,7 @@ def answer_of_door(parts: list[Part]) -> None:
 
         store = Memory()
         store.values["shared/address"] = b"there"
-        stack.enter_context(mock.patch.object(handshake, "enter", enter))
+        stack.enter_context(mock.patch.object(attach, "enter", enter))
         sharing(store)
 
 
@@ -188,8 +188,8 @@ def greeting_of_bench(junk: bytes) -> None:
 # -- parcels, files -------------------------------------------------------------------------------
 
 
-def parcel(rng: random.Random) -> bytes:
-    data = bytes(Parcel({str(n): [n] * n for n in range(rng.randrange(4))}).data)
+def pickled(rng: random.Random) -> bytes:
+    data = bytes(PickledObject({str(n): [n] * n for n in range(rng.randrange(4))}).data)
     at = 8 * rng.randrange(len(data) // 8)
     number = rng.choice((*NUMBERS, -1, -(1 << 63)))
     data = data[:at] + struct.pack("<q", number) + data[at + 8 :]
@@ -199,7 +199,7 @@ def parcel(rng: random.Random) -> bytes:
 def unpacked(data: bytes) -> None:
     target: Any = SimpleNamespace(name="a group", world=SimpleNamespace(rank=0))
     array = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
-    assert isinstance(unpack(array.to(torch.uint8), 1, "a verb", target), list)
+    assert isinstance(unpack(array.to(torch.uint8), 1, "a collective", target), list)
 
 
 def file_of_store(rng: random.Random) -> bytes:
@@ -229,12 +229,12 @@ def read_file_of_store(data: bytes) -> None:
 def address_of_words(junk: bytes) -> None:
     store = Memory()
     store.values["process/1"] = b'{"words": %s}' % junk
-    tables = HeaderTables(cast(World, SimpleNamespace(store=store, hosts=(0, 0), rank=0)))
+    tables = FingerprintTables(cast(World, SimpleNamespace(store=store, hosts=(0, 0), rank=0)))
     assert not tables.reaches((0, 1))
 
 
 Deed = tuple[str, tuple[int, ...]]
-NUM_WORDS = HeaderTable.num_words(2)
+NUM_WORDS = FingerprintTable.num_words(2)
 
 
 def deeds(rng: random.Random) -> list[Deed]:
@@ -253,12 +253,14 @@ def deeds(rng: random.Random) -> list[Deed]:
 
 def shared_words(given: list[Deed]) -> None:
     with ExitStack() as stack:
-        words = [SharedWords() for _ in range(2)]
+        words = [SharedFlags() for _ in range(2)]
         for one in words:
             stack.callback(one.close)
-        views = [SharedWordsView(one.address) for one in words]
+        views = [SharedFlagsView(one.address) for one in words]
         tables = [
-            HeaderTable(words[me], 7, (0, 0), me, Regions(lambda k: (views[k], 7)), core.MessageLog)
+            FingerprintTable(
+                words[me], 7, (0, 0), me, Regions(lambda k: (views[k], 7)), core.MessageLog
+            )
             for me in range(2)
         ]
         for table in tables:
@@ -276,7 +278,7 @@ def shared_words(given: list[Deed]) -> None:
                     use(tables[me], calls[me], kind, number, place)
 
 
-def use(table: HeaderTable, call: int, kind: str, number: int, place: int) -> None:
+def use(table: FingerprintTable, call: int, kind: str, number: int, place: int) -> None:
     """Look at the other member's words in one of the ways that calls do."""
     if kind == "messages":
         table.note(1, number & 0xFF, place, is_send=bool(place % 2))
@@ -291,18 +293,18 @@ def use(table: HeaderTable, call: int, kind: str, number: int, place: int) -> No
 
 
 READERS: Readers = {
-    "the door of shared memory": (visits, door),
-    "the address of the door": (
+    "the listener of shared memory": (visits, listener),
+    "the address of the listener": (
         texts(f"meshdist-{'0a' * 16} {'1b' * 16}"),
-        lambda text: address_of_door(as_bytes(text)),
+        lambda text: address_of_listener(as_bytes(text)),
     ),
-    "the trouble of an opening": (records(["refused", "rank 0: none"], ["late", ""]), trouble),
-    "the door's answer": (answer_parts, answer_of_door),
+    "the trouble of an opening": (records(["rejected", "rank 0: none"], ["late", ""]), trouble),
+    "the listener's answer": (answer_parts, answer_of_listener),
     "the greeting of a benchmark's rank": (
         records({"secret": "secret", "rank": 1, "side": "a", "size": 2}),
         greeting_of_bench,
     ),
-    "parcels of objects": (parcel, unpacked),
+    "parcels of objects": (pickled, unpacked),
     "the file of a store": (file_of_store, read_file_of_store),
     "the address of shared words": (records([os.getpid(), 3, 1 << 62], None), address_of_words),
     "shared words": (deeds, shared_words),

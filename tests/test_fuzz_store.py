@@ -19,20 +19,20 @@ from torch.distributed import Store
 from meshdist.errors import MeshdistError
 from tests.inner import (
     Agreements,
-    Attempt,
+    ControlThread,
     Deadline,
     Endings,
+    Heartbeats,
     MonitoredBarrier,
-    ProcessCard,
+    ProcessInfo,
     Regions,
     Registry,
-    SignalThread,
-    SignsOfLife,
+    RendezvousRound,
     World,
     collect,
     digest_of_ranks,
     last_call_text,
-    my_card,
+    my_process_info,
     parse_answer,
     parse_member,
     read_json,
@@ -53,7 +53,7 @@ class Memory(Store):
         self.values: dict[str, bytes] = {}
         self.junk: dict[str, bytes] = {}
 
-    def watch(self, server: ProcessCard) -> None:
+    def watch(self, server: ProcessInfo) -> None:
         """There is no server."""
 
     def set(self, key: str, value: Any) -> None:
@@ -96,7 +96,7 @@ def joining(key: str) -> Callable[[bytes], object]:
     def read(junk: bytes) -> None:
         store = Memory()
         store.junk[f"meshdist/{key}"] = junk
-        Attempt(store, 0, 1, SHORT, "a test").join()  # type: ignore[arg-type]
+        RendezvousRound(store, 0, 1, SHORT, "a test").join()  # type: ignore[arg-type]
 
     return read
 
@@ -136,11 +136,11 @@ def signals(junk: bytes) -> None:
     world = found_by(store)
     handle: Any = SimpleNamespace(ends=[], alarm=None)
     handle.set_bare, handle.has_ended = lambda key: None, lambda: False
-    signs = SignsOfLife(None, Regions(lambda member: None), 0)
+    signs = Heartbeats(None, Regions(lambda member: None), 0)
     answer = Registry(world).answer
-    thread = SignalThread(world, handle, answer, lambda _: None, lambda: None, signs)
+    thread = ControlThread(world, handle, answer, lambda _: None, lambda: None, signs)
     thread.stop()
-    assert world.latest_signal == 1
+    assert world.latest_control_message == 1
 
 
 def answers(junk: bytes) -> None:
@@ -162,7 +162,7 @@ def as_bytes(text: str) -> bytes:
     return text.encode(errors="replace")
 
 
-CARD = my_card().to_json()
+CARD = my_process_info().to_json()
 ABORT = {"kind": "abort", "rank": 1, "labels": ["group"], "reason": "enough", "group": "the world"}
 DISAGREEMENT = dict.fromkeys(("summary", "where", "expected", "found", "fix"), "text")
 ANSWER = {
@@ -170,13 +170,21 @@ ANSWER = {
     "about": None,
     "now": "train.py:8 in step",
 }
-MEMBER = {"card": CARD, "rank": 1, "size": 2, "tag": 7, "words": {"key": 5, "address": [1, 2, 3]}}
+MEMBER = {
+    "process_info": CARD,
+    "rank": 1,
+    "size": 2,
+    "tag": 7,
+    "words": {"key": 5, "address": [1, 2, 3]},
+}
 Readers = dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object]]]
 READERS: Readers = {
     "the size of a world": (texts("[0, 1]"), lambda text: joining("open")(as_bytes(text))),
     "the card of a rank": (
-        records({**CARD, "local_rank": 0, "wires": ["gloo"], "serves": False, "is_server": False}),
-        joining("0/card/0"),
+        records(
+            {**CARD, "local_rank": 0, "backends": ["gloo"], "serves": False, "is_server": False}
+        ),
+        joining("0/process_info/0"),
     ),
     "how a generation was closed": (
         records(
@@ -184,7 +192,7 @@ READERS: Readers = {
                 "kind": "complete",
                 "hosts": [[0, 1, 1]],
                 "is_numbered": False,
-                "wires": ["gloo"],
+                "backends": ["gloo"],
                 "server": 0,
                 "served_by": CARD,
             },
@@ -214,7 +222,9 @@ READERS: Readers = {
     ),
     "an answer": (records(ANSWER, {**ANSWER, "about": "barrier()"}), answers),
     "a member over MPI": (
-        records(MEMBER, {"card": CARD, "problem": {"summary": "none", "fix": "install it"}}),
+        records(
+            MEMBER, {"process_info": CARD, "problem": {"summary": "none", "fix": "install it"}}
+        ),
         member_over_mpi,
     ),
 }

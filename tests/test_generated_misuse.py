@@ -1,4 +1,4 @@
-"""Every argument of every verb and group call, misused in every way, beside torch.
+"""Every argument of every collective and group call, misused in every way, beside torch.
 
 What a program catches of torch.distributed it catches here: our error is an instance of torch's
 class. Where that is not so, or where only torch raises, a rule below says why; docs/differences.md
@@ -22,19 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import meshdist as md
 from tests.pool import Pool
 
-# What torch stumbles on, in place of a refusal: its assertions, kernels that its dispatcher lacks,
-# attributes that an argument of another type lacks, and a wait in the store for a rank that the
-# world lacks.
+# What torch stumbles on, in place of a rejection: its assertions, kernels that its dispatcher
+# lacks, attributes that an argument of another type lacks, and a wait in the store for a rank that
+# the world lacks.
 STUMBLES = (AssertionError, NotImplementedError, AttributeError, dist.DistStoreError)
-# What torch refuses and we take, or refuse by another class.
+# What torch rejects and we take, or reject by another class.
 OTHERWISE = {
     "barrier(device_ids: [])",  # no device is named
     "broadcast_object_list(object_list: [])",  # nothing is sent
     "get_global_rank(group: None)",  # the world is meant, as everywhere
     "get_group_rank(group: None)",
     "is_backend_available(backend: None)",  # the default backends are meant
-    "rendezvous(url: text)",  # refused by the first `next`
-    "DeviceMesh(mesh: whole numbers)",  # tensors whose elements are no ranks
+    "rendezvous(url: text)",  # rejected by the first `next`
+    "DeviceMesh(mesh: integers)",  # tensors whose elements are no ranks
 }
 
 
@@ -134,7 +134,7 @@ def wrong_values(d: Any, n: int, name: str, right: Any) -> dict[str, Any]:
         given = right if right else [ones()] * n
         found |= {"a tuple": tuple(given), "nones": [None] * n, "texts": ["x"] * n}
         found |= {"one more": [*given, given[0]], "one alone": given[0], "halves": [1.5] * n}
-        found |= {"outside": [n + 3], "twice": [0, 0], "whole numbers": [ones(4, torch.int64)] * n}
+        found |= {"outside": [n + 3], "twice": [0, 0], "integers": [ones(4, torch.int64)] * n}
         found |= {"short": [ones(3)] * n}
     elif isinstance(right, torch.Tensor):
         size = right.numel()
@@ -223,7 +223,7 @@ def is_known(n: int, name: str, torchs: type, is_taken: bool) -> bool:
     call = name.partition("(")[0]
     if not is_taken and issubclass(torchs, STUMBLES):
         return True
-    if n == 1 and call in ("isend", "irecv", "recv"):  # to itself: torch's, or ours, refuses it
+    if n == 1 and call in ("isend", "irecv", "recv"):  # to itself: torch's, or ours, rejects it
         return True
     kinds = ("async_op: []", "async_op: {}", ": a tuple", ": needs grad")
     return name in OTHERWISE or (is_taken and any(kind in name for kind in kinds))
@@ -246,11 +246,11 @@ def test_ours_are_instances_of_torchs(n: int, pool: Pool, tmp_path: Path) -> Non
     assert wrong == []
 
 
-def test_every_group_call_and_verb_is_misused() -> None:
+def test_every_group_call_and_collective_is_misused() -> None:
     (misused,) = md.simulate(lambda: set(whole_calls(md, 1)), 1)
     functions = {name for name in md.distributed.__all__ if inspect.isfunction(getattr(md, name))}
     with_arguments = {name for name in functions if inspect.signature(getattr(md, name)).parameters}
-    elsewhere = {  # in test_error_classes; two names of verbs above; NCCL's alone; torch's own
+    elsewhere = {  # in test_error_classes; two names above; NCCL's alone; torch's own
         *("destroy_process_group", "init_process_group", "set_debug_level_from_env"),
         *("all_gather_single", "reduce_scatter_single"),
         *("get_node_local_rank", "split_group", "register_rendezvous_handler"),

@@ -67,14 +67,14 @@ def test_cells() -> None:
     )
     assert done.returncode == 0, done.stderr
     first, text, svg, ended, kept, ddp, backward, detail = json.loads(done.stdout.splitlines()[-1])
-    assert "Error: a notebook or console is one process: no launcher" in error_of(first)
+    assert "Error: a notebook or console is a single process: no launcher" in error_of(first)
     assert "    meshdist.simulate(program, 4)\n" in error_of(first)
     assert data_of(text)["text/plain"].startswith("float32[4@dp, 4@tp]\n┌──")
     assert data_of(svg)["image/svg+xml"].startswith("<svg ")
     assert "simulated ranks of this world have ended: simulate has returned" in error_of(ended)
     assert data_of(kept)["text/plain"] == "([[1.0, 1.0], [1.0, 1.0]], (4, 4))"
     assert "DistributedDataParallel: the ranks wrap different Linear" in error_of(ddp)
-    assert "deadlock: no simulated rank can go on" in error_of(backward)
+    assert "deadlock: no simulated rank can continue" in error_of(backward)
     for outputs in (first, ended, ddp, backward):
         assert "\nFile " not in error_of(outputs)  # frames of cells alone
     assert re.search(r"--> \d md.simulate\(wrap, 2\)", error_of(ddp))
@@ -94,7 +94,7 @@ def program():
         md.broadcast(torch.ones(2), 0)
 try:
     md.simulate(program, 3)
-except md.errors.AgreementError as error:
+except md.errors.MismatchError as error:
     print(error)
 ''', store_history=True)
 """
@@ -120,7 +120,7 @@ def test_the_fix_for_an_array_of_ranks_that_have_ended() -> None:
         part.reshard(md.P())
     for attribute in ("local", "shape", "sharding", "visualize()"):
         assert f"x.{attribute}" in str(caught.value.fix)
-    assert "return the whole, x.reshard(md.P())" in str(caught.value.fix)
+    assert "return the global array, x.reshard(md.P())" in str(caught.value.fix)
     assert len(caught.traceback) == 2  # this test's frame, and one of ours
     whole = md.simulate(program, 2, (True,))[1]
     assert whole.local.tolist() == [1.0] * 4

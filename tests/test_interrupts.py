@@ -76,7 +76,7 @@ def interrupted(tmp_path: Path, *command: str) -> tuple[list[str], int]:
     return errors.replace(str(script), "train.py").splitlines(), job.returncode
 
 
-IN_A_VERB = [
+IN_A_OPERATION = [
     "meshdist: ranks 0, 2 were here:",
     '  File "train.py", line 29, in <module>',
     "    else: train(sys.argv[2])",
@@ -85,7 +85,7 @@ IN_A_VERB = [
     "  in call 2 on the world: all_reduce((3,) float32, SUM) at train.py:25 in train",
 ]
 ELSEWHERE = (
-    "  last verb: call 1 on the world: all_reduce((3,) float32, SUM) at train.py:22 in train"
+    "  last collective: call 1 on the world: all_reduce((3,) float32, SUM) at train.py:22 in train"
 )
 
 
@@ -96,8 +96,8 @@ ELSEWHERE = (
 def test_ranks_of_the_launcher(tmp_path: Path, mode: str, line: int) -> None:
     run = ("-m", "meshdist", "run", "-n", "3", "train.py", "run", mode)
     (first, *lines), code = interrupted(tmp_path, *run)
-    assert first.startswith("meshdist: interrupted; ending 3 rank(s) of this host")
-    assert lines[:6] == IN_A_VERB
+    assert first.startswith("meshdist: interrupted; stopping 3 rank(s) on this host")
+    assert lines[:6] == IN_A_OPERATION
     assert lines[6] == "meshdist: rank 1 was here:"
     assert any(f'  File "train.py", line {line}, in load' in shown for shown in lines[7:])
     assert ELSEWHERE in lines  # behind it finalizers may tell that they were interrupted
@@ -108,8 +108,10 @@ def test_ranks_of_the_launcher(tmp_path: Path, mode: str, line: int) -> None:
 def test_a_rank_in_one_long_call_did_not_answer(tmp_path: Path) -> None:
     run = ("-m", "meshdist", "run", "-n", "3", "train.py", "run", "deaf")
     (_, *lines), code = interrupted(tmp_path, *run)
-    assert lines[:6] == IN_A_VERB
-    assert lines[6:] == ["meshdist: rank 1 did not answer where: stopped, or inside one long call"]
+    assert lines[:6] == IN_A_OPERATION
+    assert lines[6:] == [
+        "meshdist: rank 1 did not report a stack: stopped, or inside one long call"
+    ]
     assert code == 130
 
 
@@ -122,7 +124,7 @@ def test_ranks_of_spawn(tmp_path: Path, mode: str) -> None:
         assert sum("in load" in line for line in lines) == 1
     else:
         assert lines[0] == "meshdist: ranks 0, 2 were here:"
-        assert lines.count(IN_A_VERB[-1]) == lines.count(ELSEWHERE) == 1
+        assert lines.count(IN_A_OPERATION[-1]) == lines.count(ELSEWHERE) == 1
     assert lines[-1] == "KeyboardInterrupt"
 
 
@@ -139,7 +141,7 @@ def test_simulated_ranks(capfd: pytest.CaptureFixture[str], num_ranks: int) -> N
         md.simulate(program, num_ranks)
     *waiting, busy = capfd.readouterr().err.split("meshdist: ")[1:]
     assert busy.startswith(f"rank {num_ranks - 1} was here:\n")
-    assert "\n  last verb: call 1 on the world: barrier() at " in busy
+    assert "\n  last collective: call 1 on the world: barrier() at " in busy
     others = {1: [], 2: ["rank 0 was here:"], 5: ["ranks 0-3 were here:"]}[num_ranks]
     assert [text.splitlines()[0] for text in waiting] == others
     for text in waiting:  # the last rank to come goes on first
@@ -148,7 +150,7 @@ def test_simulated_ranks(capfd: pytest.CaptureFixture[str], num_ranks: int) -> N
 
 
 @pytest.mark.soak
-def test_a_timeout_says_where_a_rank_is_that_is_in_no_verb(tmp_path: Path) -> None:
+def test_a_timeout_says_where_a_rank_is_that_is_in_no_collective(tmp_path: Path) -> None:
     hasty = "hasty = md.new_group(timeout=datetime.timedelta(seconds=2))"
     program = PROGRAM.replace("import meshdist as md", "import meshdist as md, datetime")
     program = program.replace("init_process_group()", f"init_process_group(); {hasty}")
@@ -166,6 +168,7 @@ def test_a_timeout_says_where_a_rank_is_that_is_in_no_verb(tmp_path: Path) -> No
     )
     found = done.stderr.replace(str(script), "train.py")
     assert (
-        "rank 1: did not arrive; last call 1 on the world: all_reduce((3,) float32, SUM) at "
+        "rank 1: did not reach this call; "
+        "last call 1 on the world: all_reduce((3,) float32, SUM) at "
         "train.py:22 in train; now at train.py:14 in load\n" in found
     )

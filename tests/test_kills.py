@@ -1,4 +1,5 @@
-"""A rank ends, raises or stops in the middle of a verb over shared memory: all others get out.
+"""A rank ends, raises or stops in the middle of a collective over shared memory: all others get
+out.
 
 Within a second of the end every rank that waits raises, and names the rank; nothing stays behind.
 """
@@ -31,11 +32,11 @@ PROMISE_S = 1.0
 SLACK_S = 0.7  # of a busy machine, until a process that could run does
 MIB = 1 << 20
 
-# -- verbs, called again and again until one fails ------------------------------------------------
+# -- collectives, called again and again until one fails -------------------------------------------
 
 
 def calls(num_bytes: int) -> dict[str, Callable[[], Any]]:
-    """Every verb, on tensors of about ``num_bytes``."""
+    """Every collective, on tensors of about ``num_bytes``."""
     rank, size = md.get_rank(), md.get_world_size()
     part = num_bytes // 4 // size
     x = torch.ones(part * size)
@@ -79,7 +80,7 @@ def calls(num_bytes: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-VERBS = [
+OPERATIONS = [
     "all_reduce",
     "all_reduce in the background",
     "all_reduce_coalesced",
@@ -108,9 +109,9 @@ class Enough(Exception):
     """What a rank raises in the middle."""
 
 
-def until_it_fails(verb: str, num_bytes: int, way: str, after_s: float, note: str) -> Any:
+def until_it_fails(operation: str, num_bytes: int, way: str, after_s: float, note: str) -> Any:
     """Rank 1 ends in its ``way`` while all call; the others' error, and when it came."""
-    call = calls(num_bytes)[verb]
+    call = calls(num_bytes)[operation]
     md.barrier()
     if md.get_rank() == 1:
 
@@ -132,7 +133,7 @@ def until_it_fails(verb: str, num_bytes: int, way: str, after_s: float, note: st
     return None
 
 
-def judge(found: list[Any], verb: str, note: Path, told: str) -> None:
+def judge(found: list[Any], operation: str, note: Path, told: str) -> None:
     ended = float(note.read_text())
     assert isinstance(found[1], Failure)
     for rank in (0, 2):
@@ -153,37 +154,42 @@ def shared_names() -> set[str]:
 
 
 def kill_one(
-    pool: Pool, verb: str, way: str, folder: Path, num_bytes: int = 16 * MIB, after_s: float = 0.1
+    pool: Pool,
+    operation: str,
+    way: str,
+    folder: Path,
+    num_bytes: int = 16 * MIB,
+    after_s: float = 0.1,
 ) -> None:
     there = shared_names()
     note = folder / f"ended-{time.monotonic_ns()}"
     found = pool.outcomes(
-        until_it_fails, SIZE, verb, num_bytes, way, after_s, str(note), backend="shm"
+        until_it_fails, SIZE, operation, num_bytes, way, after_s, str(note), backend="shm"
     )
     told = "rank 1 ended by Enough" if way == "raises" else "rank 1 has ended"
-    judge(found, verb, note, told)
+    judge(found, operation, note, told)
     if way == "raises":
         assert isinstance(found[1].exception, Enough)
     assert shared_names() <= there
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_killed_rank_is_named_by_every_other(verb: str, pool: Pool, tmp_path: Path) -> None:
-    kill_one(pool, verb, "killed", tmp_path)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_killed_rank_is_named_by_every_other(operation: str, pool: Pool, tmp_path: Path) -> None:
+    kill_one(pool, operation, "killed", tmp_path)
 
 
 @pytest.mark.parametrize("way", ["exits", "raises"])
-@pytest.mark.parametrize("verb", ["all_reduce", "gather", "send and recv"])
+@pytest.mark.parametrize("operation", ["all_reduce", "gather", "send and recv"])
 def test_a_rank_that_ends_otherwise_is_named_as_well(
-    verb: str, way: str, pool: Pool, tmp_path: Path
+    operation: str, way: str, pool: Pool, tmp_path: Path
 ) -> None:
-    kill_one(pool, verb, way, tmp_path)
+    kill_one(pool, operation, way, tmp_path)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_rank_killed_in_the_middle_of_256_mib(verb: str, pool: Pool, tmp_path: Path) -> None:
-    kill_one(pool, verb, "killed", tmp_path, 256 * MIB, 1.0)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_rank_killed_in_the_middle_of_256_mib(operation: str, pool: Pool, tmp_path: Path) -> None:
+    kill_one(pool, operation, "killed", tmp_path, 256 * MIB, 1.0)
 
 
 def test_a_rank_is_missed_although_its_forked_child_lives(pool: Pool, tmp_path: Path) -> None:
@@ -198,8 +204,8 @@ def test_a_rank_is_missed_although_its_forked_child_lives(pool: Pool, tmp_path: 
     judge(found, "all_reduce", note, "rank 1 has ended")
 
 
-@pytest.mark.parametrize("verb", ["all_reduce", "broadcast", "send and recv"])
-def test_a_stopped_rank_is_a_timeout_that_names_it(verb: str, pool: Pool) -> None:
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "send and recv"])
+def test_a_stopped_rank_is_a_timeout_that_names_it(operation: str, pool: Pool) -> None:
     def program() -> Any:
         rank = md.get_rank()
         pids: list[Any] = [None] * SIZE
@@ -210,9 +216,9 @@ def test_a_stopped_rank_is_a_timeout_that_names_it(verb: str, pool: Pool) -> Non
         x = torch.ones(MIB)
         begin = time.monotonic()
         try:
-            if verb == "all_reduce":
+            if operation == "all_reduce":
                 md.all_reduce(x, group=group)
-            elif verb == "broadcast":
+            elif operation == "broadcast":
                 md.broadcast(x, 1, group=group)
             elif rank == 0:
                 md.send(x, 1, group=group)
@@ -232,12 +238,12 @@ def test_a_stopped_rank_is_a_timeout_that_names_it(verb: str, pool: Pool) -> Non
     for rank in (0, 2):
         seconds, kind, text = found[rank]
         if kind == "AbortedError":  # of a message; the other rank was a moment earlier
-            assert verb == "send and recv"
+            assert operation == "send and recv"
             assert re.search("found:    rank [02] failed first, in .*rank 1.*: not finished", text)
         else:
             assert kind == "CollectiveTimeoutError", text
-            assert "was not finished within 0.8 s" in text
-            assert "rank 1: is stopped, by SIGSTOP or a debugger" in text
+            assert "timed out after 0.8 s" in text
+            assert "rank 1: is stopped by SIGSTOP or a debugger" in text
         assert is_within(seconds, 0.8 + 3.0)
 
 

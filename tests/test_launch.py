@@ -107,7 +107,7 @@ def test_no_python_needs_use_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--no-python", "true"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "python -m meshdist.launch: --no-python needs --use-env",
-        "  expected: a program that reads LOCAL_RANK: it is not handed --local-rank",
+        "  expected: a program that reads LOCAL_RANK, since it gets no --local-rank",
         "  fix:      add --use-env",
     ]
 

@@ -40,120 +40,120 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "errors",
             "arguments",
             "dtypes",
-            "verb_table",
+            "operation_table",
             "reduce_ops",
             "arrays",
         )
     },
     {
         "runtime": (
-            "whole_numbers",
-            "module_locks",
+            "integers",
+            "fork_safe_locks",
             "hosts",
             "deadlines",
-            "bounded_calls",
+            "timeout_calls",
             "memory",
             "torch_worlds",
             "torch_hooks",
             "generators",
-            "untraced",
+            "graph_breaks",
         ),
         "launching": (
-            "guard",
-            "questions",
+            "orphan_reaper",
+            "stack_dump",
             "launcher_variables",
             "rank_environment",
             "child_processes",
             "failed_ranks",
-            "streams",
+            "output",
             "launcher",
         ),
         "bootstrap": (
-            "engines",
-            "environments",
-            "server_watch",
+            "schedulers",
+            "launch_environment",
+            "store_liveness",
             "stores",
-            "kept_stores",
-            "bounded_store",
-            "head_counts",
-            "generations",
+            "store_cache",
+            "timeout_store",
+            "arrival_counters",
+            "rendezvous_rounds",
             "world",
             "mpi_library",
-            "store_places",
+            "store_endpoints",
             "init_methods",
         ),
         "checking": (
-            "shared_words",
-            "header_table",
+            "shared_flags",
+            "fingerprint_table",
             "debug_levels",
-            "program",
+            "call_sites",
             "calls",
             "recorder",
         ),
     },
     {
-        "wires": (
-            "operations",
-            "prepared",
+        "backends": (
+            "requests",
+            "operation_args",
             "native",
-            "core",
+            "native_core",
             "futures",
             "simulated.scheduler",
-            "built_verbs",
+            "composed_collectives",
             "communicator",
             "registry",
             "work",
             "started_work",
             "messages",
-            "c10d.substitutes",
-            "c10d.shortcuts",
+            "c10d.dtype_fallbacks",
+            "c10d.fast_path",
             "c10d.communicator",
-            "c10d.enqueued",
+            "c10d.stream_backends",
             "c10d.gloo_connections",
             "c10d.gloo",
             "c10d.torch_classes",
             "simulated.store",
-            "simulated.meeting",
+            "simulated.matching",
             "simulated.communicator",
-            "shm.door",
-            "shm.handshake",
+            "shm.listener",
+            "shm.attach",
             "shm.communicator",
             "mpi.datatypes",
             "mpi.connection",
-            "mpi.opening",
+            "mpi.connect",
             "mpi.communicator",
-            "names",
+            "backend_names",
             "capabilities",
         )
     },
     {
         "groups": (
-            "signals",
+            "control_messages",
             "agreement",
             "host_comparison",
-            "presence",
+            "liveness",
             "communicators",
-            "explainer",
-            "other_members",
-            "channel",
-            "verb_methods",
+            "failure_diagnosis",
+            "peer_status",
+            "device_group",
+            "group_methods",
             "process_group",
             "group_calls",
         ),
         "worlds": (
-            "taking_over",
-            "inquiries",
+            "late_init",
+            "queries",
             "initialization",
-            "first_touch",
+            "lazy_init",
             "simulation",
-            "spawned",
-            "spawning",
+            "spawn_child",
+            "spawn",
         ),
         "mesh": (
             "strides",
             "layout_arguments",
             "view",
-            "drawing",
+            "visualize",
             "layout",
             "placement",
             "partition_spec",
@@ -164,71 +164,71 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "torch_interop",
             "device_mesh",
             "current_mesh",
-            "making",
+            "constructors",
         ),
     },
     {
         "collectives": (
-            "marks",
+            "registration",
             "torch_private",
-            "roots",
+            "argument_checks",
             "collective",
-            "prepare",
-            "verbs",
-            "list_verbs",
-            "several_tensors",
+            "normalize_args",
+            "tensor_collectives",
+            "list_collectives",
+            "coalesced",
             "point_to_point",
-            "object_rounds",
+            "object_protocol",
             "objects",
-            "comparing",
+            "value_comparison",
             "breakpoints",
             "monitored_barrier",
             "shared_buffers",
             "flat_sums",
         ),
-        "joining": (
+        "join": (
             "step_flags",
-            "join",
+            "join_context",
             "uneven_loops",
         ),
-        "annotations": ("axis_types", "carried_specs"),
+        "annotations": ("axis_types", "tensor_specs"),
         "functional": (
-            "value_checks",
+            "equality_checks",
             "linear_function",
-            "reducing",
-            "moving",
+            "reductions",
+            "data_movement",
         ),
-        "typed_contexts": (
-            "torch_functions",
-            "refusals",
+        "typed_mode": (
+            "function_rules",
+            "type_errors",
             "provenance",
             "detail_checks",
-            "casting",
+            "casts",
             "context",
-            "module_marks",
+            "module_annotations",
             "annotations",
             "gradients",
-            "verb_calls",
-            "special_calls",
+            "collective_calls",
+            "custom_functions",
             "random_draws",
             "mode",
         ),
-        "lax": ("axes", "reducing", "moving", "asserting"),
+        "lax": ("axes", "reductions", "data_movement", "equality_checks"),
         "experts": ("experts",),
     },
     {
         "torch_process_groups": (
             "inner_group",
             "works",
-            "wire_group",
+            "backend_group",
             "functional_ops",
-            "creating",
-            "offering",
+            "construction",
+            "backend_registration",
         ),
         "sharding": (
             "steps",
-            "changes",
-            "change_steps",
+            "placement_diff",
+            "lowering",
             "routes",
             "refinement",
             "plans",
@@ -237,13 +237,13 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "executor",
             "descriptions",
             "resharding",
-            "regathering",
-            "marked_operands",
+            "rematerialization",
+            "deferred_reductions",
             "array_methods",
             "elementwise",
             "sharded_array",
             "array_creation",
-            "einsums",
+            "einsum",
             "api",
             "shard_map_specs",
             "shard_mapping",
@@ -253,51 +253,51 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "ddp": (
             "reduction",
-            "wider_groups",
-            "typed_owner",
+            "extra_axis_groups",
+            "axis_reducer",
             "norm_flags",
             "grad_norm",
             "replicas",
-            "history",
-            "reports",
+            "expected_gradients",
+            "gradient_errors",
             "device_streams",
             "autograd_engines",
-            "tail",
+            "status_flags",
             "buckets",
-            "single_gradients",
+            "unbucketed_gradients",
             "bucket_layout",
             "gradient_buckets",
             "comm_hooks.bucket",
-            "comm_hooks.compressing",
-            "comm_hooks.registered",
-            "verdict",
+            "comm_hooks.compression",
+            "comm_hooks.registered_hooks",
+            "backward_outcome",
             "backward",
             "gradient_hooks",
-            "local_backwards",
+            "backward_tracking",
             "precision",
-            "wrapping",
-            "parting",
-            "shard_guards",
+            "model_checks",
+            "divergence_checks",
+            "shard_checks",
             "accumulation",
             "reducer",
             "torch_methods",
-            "joined_replica",
+            "join_hook",
             "data_parallel",
             "sampler",
             "sync_batch_norm",
-            "averaging",
+            "model_averagers",
         ),
-        "tensor_parallel": ("layers", "losses", "plan_words", "parallelizing"),
+        "tensor_parallel": ("layers", "losses", "plan_styles", "parallelize"),
         "checkpoint": (
             "pieces",
             "manifest",
             "files",
-            "members",
+            "participants",
             "trees",
             "save_jobs",
             "pending_saves",
             "saving",
-            "opened",
+            "reader",
             "loading",
             "state",
             "checkpointer",
@@ -305,12 +305,12 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         ),
         "torch_backends": ("torch_backends",),
     },
-    {"bench": ("sides", "worker", "measuring", "reporting")},
+    {"bench": ("sides", "worker", "measurement", "reports")},
     {
         "cli": (
             "torchrun_flags",
             "flags",
-            "checkup",
+            "diagnostics",
             "run",
             "bench",
             "doctor",
@@ -328,15 +328,15 @@ STACKED_FLOORS = (1, 3, 4)
 
 # Private attributes of torch's objects that share their name with one of ours.
 TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, of a tensor, of a module
-    ("meshdist.collectives.roots", "_base"),
+    ("meshdist.collectives.argument_checks", "_base"),
     ("meshdist.runtime.torch_worlds", "_world"),
     ("meshdist.ddp.replicas", "_buffers"),
     ("meshdist.ddp.precision", "_parameters"),
-    ("meshdist.wires.c10d.communicator", "_source_rank"),
-    ("meshdist.wires.c10d.enqueued", "_source_rank"),
-    ("meshdist.wires.c10d.torch_classes", "_timeout"),
-    ("meshdist.wires.c10d.torch_classes", "_devices"),
-    ("meshdist.wires.c10d.gloo", "_timeout"),
+    ("meshdist.backends.c10d.communicator", "_source_rank"),
+    ("meshdist.backends.c10d.stream_backends", "_source_rank"),
+    ("meshdist.backends.c10d.torch_classes", "_timeout"),
+    ("meshdist.backends.c10d.torch_classes", "_devices"),
+    ("meshdist.backends.c10d.gloo", "_timeout"),
 }
 
 
@@ -594,12 +594,14 @@ def test_the_plan_lists_what_exists() -> None:
 
 
 def test_the_front_door_imports_nothing_of_the_package_before_it_is_asked() -> None:
-    for door in (PACKAGE, f"{PACKAGE}.distributed", f"{PACKAGE}.lazy_names"):
-        tree = ast.parse(package_sources()[door])
+    for listener in (PACKAGE, f"{PACKAGE}.distributed", f"{PACKAGE}.lazy_names"):
+        tree = ast.parse(package_sources()[listener])
         later = (ast.FunctionDef, ast.ClassDef)
         eager = [node for node in tree.body if not isinstance(node, later)]
         nodes = [*ast.walk(ast.Module(body=eager, type_ignores=[]))]
-        imports = imports_of(door, nodes, set(package_sources()), is_package=door == PACKAGE)
+        imports = imports_of(
+            listener, nodes, set(package_sources()), is_package=listener == PACKAGE
+        )
         assert {item.module for item in imports} <= {f"{PACKAGE}.lazy_names"}
 
 
@@ -607,7 +609,7 @@ def test_the_front_door_imports_nothing_of_the_package_before_it_is_asked() -> N
 PURE = {
     f"{PACKAGE}.{room}.{name}" if room else f"{PACKAGE}.{name}"
     for room, names in {
-        "": "arguments arrays dtypes error_text reduce_ops verb_table",
+        "": "arguments arrays dtypes error_text reduce_ops operation_table",
         "annotations": "axis_types",
         "checking": "calls",
         "ddp": "bucket_layout history reduction",
@@ -624,7 +626,8 @@ FRONT_DOOR = {PACKAGE} | {
 # Forked ranks, of torch's own suite and of ours, have the first two from their parent; the core is
 # a unit of its own.
 PRELOADED = {
-    f"{PACKAGE}.{name}" for name in ("torch_process_groups.creating", "checkpoint", "wires.native")
+    f"{PACKAGE}.{name}"
+    for name in ("torch_process_groups.construction", "checkpoint", "backends.native")
 }
 
 
@@ -638,7 +641,7 @@ def inner_imports(path: Path, text: str) -> list[str]:
         (item.line, item.module)
         for item in imports_of("tests", nodes, set(package_sources()), is_package=False)
     ]
-    for node in nodes:  # monkeypatch.setattr("meshdist.wires.registry.get_wire", ...)
+    for node in nodes:  # monkeypatch.setattr("meshdist.backends.registry.get_wire", ...)
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
             target = node.args[0]
             if isinstance(target, ast.Constant):
@@ -706,11 +709,11 @@ def test_other_names_in_a_test_are_its_own_business(text: str) -> None:
 
 
 def test_an_import_of_another_room_is_found() -> None:
-    text = "import meshdist as md\nfrom meshdist.wires.shm import door\n"
-    assert inner_imports(Path("tests/wires/shm/test_door.py"), text) == []
+    text = "import meshdist as md\nfrom meshdist.backends.shm import listener\n"
+    assert inner_imports(Path("tests/backends/shm/test_listener.py"), text) == []
     for path in (Path("tests/ddp/test_buckets.py"), Path("tests/test_kills.py")):
         assert inner_imports(path, text) == [
-            f"{path}:2 reaches meshdist.wires.shm.door: let it come from tests.inner"
+            f"{path}:2 reaches meshdist.backends.shm.listener: let it come from tests.inner"
         ]
     patched = 'patch.setattr("meshdist.runtime.hosts.PIDS", ())\n'
     assert inner_imports(Path("tests/runtime/test_hosts.py"), patched) == []

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.inner import program as program_room
+from tests.inner import call_sites as program_room
 from tests.mpi_job import job_of
 from tests.pool import Pool
 
 
 @pytest.fixture(params=["simulated", "shm", "gloo"])
-def on_wire(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """Runs ``fn(*args)`` on so many ranks over one wire."""
+def on_backend(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Runs ``fn(*args)`` on so many ranks over one backend."""
     if request.param == "simulated":
         return lambda fn, size, *args: md.simulate(fn, size, args=args)
     pool: Pool = request.getfixturevalue("pool")
@@ -65,19 +65,21 @@ def shared_results() -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_results_in_one_memory_are_refused_before_anything_is_sent(on_wire: Any, size: int) -> None:
-    for texts in on_wire(shared_results, size):
-        verbs = [text.partition(" ")[0] for text in texts]
-        assert verbs[:4] == ["all_gather", "all_gather", "all_to_all", "all_gather_coalesced"]
-        assert verbs[4:6] == ["all_reduce_coalesced"] * 2
+def test_results_in_one_memory_are_rejected_before_anything_is_sent(
+    on_backend: Any, size: int
+) -> None:
+    for texts in on_backend(shared_results, size):
+        operations = [text.partition(" ")[0] for text in texts]
+        assert operations[:4] == ["all_gather", "all_gather", "all_to_all", "all_gather_coalesced"]
+        assert operations[4:6] == ["all_reduce_coalesced"] * 2
         for text in texts:
             assert "cannot write two results into the same memory" in text
-            assert "counted from 0: 0 and 1 overlap" in text
-            assert "fix:      make each its own: [torch.empty_like(x) for _ in range(n)]" in text
+            assert "results 0 and 1, counted from 0, overlap" in text
+            assert "fix:      pass separate arrays: [torch.empty_like(x) for _ in range(n)]" in text
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_replicas_are_drawn_from_one_state_or_refused(size: int) -> None:
+def test_replicas_are_drawn_from_one_state_or_rejected(size: int) -> None:
     def program() -> tuple[str, list[float]]:
         whole = md.NamedSharding(mesh_of_all(), md.P(None))
         with pytest.raises(md.UnequalError) as caught:
@@ -90,7 +92,7 @@ def test_replicas_are_drawn_from_one_state_or_refused(size: int) -> None:
     assert len(set(texts)) == 1
     assert texts[0].startswith("randn: the ranks' generators draw different numbers\n")
     assert "found:    rank 0: " in texts[0] and f"rank {size - 1}: " in texts[0]
-    assert "fix:      md.seed(0) on every rank, before the first draw" in texts[0]
+    assert "fix:      call md.seed(0) on every rank before the first draw" in texts[0]
 
 
 def test_wholes_that_differ_are_found_on_simulated_ranks_and_by_assert_equal() -> None:
@@ -125,7 +127,7 @@ def test_a_copy_of_elements_is_reduced_and_lost() -> None:
     assert md.simulate(program, 3) == [[3.0, 1.0, 1.0]] * 3
 
 
-def test_a_verb_without_its_group_goes_over_the_world() -> None:
+def test_a_collective_without_its_group_goes_over_the_world() -> None:
     def program() -> list[float]:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         x, y = torch.ones(1), torch.ones(1)
@@ -137,7 +139,7 @@ def test_a_verb_without_its_group_goes_over_the_world() -> None:
     assert md.simulate(program, 4) == [[4.0, 2.0]] * 4
 
 
-def test_verbs_in_place_carry_no_gradient() -> None:
+def test_collectives_in_place_carry_no_gradient() -> None:
     def program() -> tuple[list[bool], list[float]]:
         mesh = mesh_of_all()
         w = torch.ones(1, requires_grad=True)
@@ -187,7 +189,7 @@ def of_a_late_source(x: Any, mesh: md.DeviceMesh) -> Any:
 
 
 def disagreement(call: Callable[..., Any], *args: Any) -> str:
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         call(*args)
     return str(caught.value)
 
@@ -208,14 +210,12 @@ def check_shapes(outcomes: list[list[str]], size: int) -> None:
         for name, text in zip([*LAX_CALLS, "pvary"], texts, strict=True):
             for shape in ((size, 2, 3), (size, 3, 2)):
                 assert f" of lax.{name}({shape} at x) at " in text, text
-            assert (
-                "expected: the same verb of lax, on leaves of equal paths, shapes and dtypes, on "
-                "every member" in text
-            )
+            expected = "the same collective of lax, on leaves of equal paths, shapes and dtypes"
+            assert f"expected: {expected}, on every rank" in text
 
 
-def test_shapes_of_lax_that_differ_are_told(on_wire: Any) -> None:
-    check_shapes(on_wire(shapes_that_differ, 2), 2)
+def test_shapes_of_lax_that_differ_are_told(on_backend: Any) -> None:
+    check_shapes(on_backend(shapes_that_differ, 2), 2)
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -229,13 +229,13 @@ def test_shapes_of_lax_that_differ_are_told_over_mpi(pool: Pool) -> None:
     check_shapes(job_of(pool, 2).run_in_world(shapes_that_differ), 2)
 
 
-def test_torchs_verbs_compare_the_number_of_elements_alone(on_wire: Any) -> None:
+def test_torchs_collectives_compare_the_number_of_elements_alone(on_backend: Any) -> None:
     def program() -> float:
         x = torch.ones((2, 3) if md.get_rank() else (3, 2))
         md.all_reduce(x)
         return x.sum().item()
 
-    assert on_wire(program, 2) == [12.0] * 2
+    assert on_backend(program, 2) == [12.0] * 2
 
 
 def trees_that_differ() -> list[str]:
@@ -254,7 +254,7 @@ def trees_that_differ() -> list[str]:
     return texts
 
 
-def test_trees_of_lax_that_differ_are_told(on_wire: Any) -> None:
+def test_trees_of_lax_that_differ_are_told(on_backend: Any) -> None:
     leaf = "all_reduce(() float32, SUM) of lax.pmean(() at"
     pairs = [
         ("x['acc'], leaf 1 of x['acc'], x['loss/image'])", "x['acc'], x['loss/text'])"),
@@ -264,7 +264,7 @@ def test_trees_of_lax_that_differ_are_told(on_wire: Any) -> None:
         ("... (100, ", "x['layer 0'], leaf 1 of x['layer 0'], x['layer 1'], "),
         ("x)", "lax.psum(() at x)"),
     ]
-    for texts in on_wire(trees_that_differ, 2):
+    for texts in on_backend(trees_that_differ, 2):
         for text, pair in zip(texts, pairs, strict=True):
             assert leaf in text and all(part in text for part in pair), text
 
@@ -301,7 +301,7 @@ def test_what_trees_hold_is_not_kept() -> None:
     assert md.simulate(program, 2) == [True] * 2
 
 
-def test_a_work_is_waited_for(on_wire: Any) -> None:
+def test_a_work_is_waited_for(on_backend: Any) -> None:
     def program() -> float:
         x = torch.ones(1 << 16)
         work = md.all_reduce(x, async_op=True)
@@ -309,7 +309,7 @@ def test_a_work_is_waited_for(on_wire: Any) -> None:
         work.wait()  # before it x may hold anything
         return float(x.sum() / x.numel())
 
-    assert on_wire(program, 3) == [3.0] * 3
+    assert on_backend(program, 3) == [3.0] * 3
 
 
 def drop(how: str) -> None:
@@ -367,38 +367,47 @@ def warnings_of(call: Callable[[], Any]) -> list[str]:
     return [f"{one.filename}:{one.lineno} {one.category.__name__} {one.message}" for one in caught]
 
 
-def warnings_of_drops(wire: str, pool: Pool, how: str) -> list[list[str]]:
+def warnings_of_drops(backend: str, pool: Pool, how: str) -> list[list[str]]:
     """By process, what is warned of while two ranks drop Works."""
-    if wire == "simulated":
+    if backend == "simulated":
         return [warnings_of(lambda: md.simulate(drop, 2, args=(how,)))]
-    return pool.run(lambda: warnings_of(lambda: drop(how)), 2, backend=wire)
+    return pool.run(lambda: warnings_of(lambda: drop(how)), 2, backend=backend)
 
 
 ON = ["simulated", "shm", "gloo"]
 
 
 @pytest.mark.parametrize("how", ["at once", "of several", "a receive"])
-@pytest.mark.parametrize("wire", ON)
-def test_a_work_that_is_dropped_is_warned_of_once_a_place(wire: str, how: str, pool: Pool) -> None:
-    verb = {"at once": "all_reduce", "of several": "all_reduce_multigpu", "a receive": "irecv"}[how]
-    for (text,) in warnings_of_drops(wire, pool, how):
+@pytest.mark.parametrize("backend", ON)
+def test_a_work_that_is_dropped_is_warned_of_once_a_place(
+    backend: str, how: str, pool: Pool
+) -> None:
+    operation = {
+        "at once": "all_reduce",
+        "of several": "all_reduce_multigpu",
+        "a receive": "irecv",
+    }[how]
+    for (text,) in warnings_of_drops(backend, pool, how):
         place, category, summary = text.split(" ", 2)
         assert place.rsplit(":", 1)[0].endswith("test_misuse.py") and category == "UserWarning"
-        assert summary.startswith(f"the Work of {verb} was dropped, and nothing has waited for it")
-        assert f" {verb}(" in summary and " on the world" in summary
+        assert summary.startswith(f"the Work of {operation} was dropped before wait() was called")
+        assert f" {operation}(" in summary and " on the world" in summary
         assert f"{place} in drop\n" in summary
-        assert "expected: wait(), or a future, before its tensors are used: they may" in summary
-        assert "fix:      keep it and call wait(), or let the verb itself wait" in summary
+        assert "expected: wait() or a future before its tensors are used, which may" in summary
+        assert (
+            "fix:      keep the Work and call wait(), or call the collective without async_op=True"
+            in summary
+        )
 
 
 @pytest.mark.parametrize(
     "how", ["waited for", "seen done", "a future", "of what is only sent", "of a broken group"]
 )
-@pytest.mark.parametrize("wire", ON)
+@pytest.mark.parametrize("backend", ON)
 def test_a_work_that_was_awaited_in_some_way_may_be_dropped(
-    wire: str, how: str, pool: Pool
+    backend: str, how: str, pool: Pool
 ) -> None:
-    assert not any(warnings_of_drops(wire, pool, how))
+    assert not any(warnings_of_drops(backend, pool, how))
 
 
 def test_a_pattern_that_fits_by_chance_is_believed() -> None:
@@ -435,11 +444,12 @@ def test_permutations_that_differ_are_told() -> None:
             lambda: md.lax.pshuffle(x, "a", [0, 1, 2] if rank else [1, 2, 0], mesh=mesh),
             lambda: md.lax.pbroadcast(x, "a", rank, mesh=mesh),
         ):
-            with pytest.raises(md.AgreementError) as caught:
+            with pytest.raises(md.MismatchError) as caught:
                 call()
             texts.append(str(caught.value))
         return [str(twice.value), *texts]
 
     for twice, *texts in md.simulate(program, 3):
-        assert "destination 1 stands twice" in twice
-        assert all("the members of a group disagree about their call" in text for text in texts)
+        assert "destination 1 appears twice" in twice
+        summary = "collective mismatch: ranks made different calls as call"
+        assert all(summary in text for text in texts)

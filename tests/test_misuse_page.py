@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "misuse.md").read_text(encoding="utf-8")
 HEAD = ["name", "what one may forget or mistake", "what happens", "test"]
 SECTIONS = [
-    "Meshes, groups, verbs, arrays",
+    "Meshes, groups, collectives, arrays",
     "Data parallelism, typed contexts, optimizers",
     "Harmless",
 ]

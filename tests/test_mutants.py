@@ -57,7 +57,7 @@ def changed(source: str) -> list[tuple[str, str]]:
     return [(site.kind, site.now) for site in sites(FILE, source)]
 
 
-def test_the_drawn_case() -> None:
+def test_the_worked_example() -> None:
     result = doctest.testmod(mutations)
     assert result.attempted >= 2 and result.failed == 0
 
@@ -125,7 +125,7 @@ def test_the_room_s_tests_come_first_and_no_step_repeats_them() -> None:
     steps = {step: mutants.tests_of(site, step, ROOT) for step in mutants.STEPS}
     assert steps["room"] == ["meshdist/mesh/strides.py", "tests/mesh/test_strides.py"]
     assert "tests/mesh/test_layout.py" in steps["folder"]
-    assert "tests/verbs/test_table.py" in steps["rest"]
+    assert "tests/operations/test_table.py" in steps["rest"]
     assert max(Counter(name for names in steps.values() for name in names).values()) == 1
 
 

@@ -1,4 +1,4 @@
-"""A name means one thing in the package: classes, modules, and what the front door offers."""
+"""A name means one thing in the package: classes, modules, and what the public API offers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import meshdist
 ROOT = Path(__file__).resolve().parents[1] / "meshdist"
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
 
-# A verb's name leads to its room in `functional/` and to its JAX name's in `lax/`; each wire has a
-# communicator.
-SHARED = {"communicator", "moving", "reducing"}
+# A collective's name leads to its module in `functional/` and to its JAX name's in `lax/`; each
+# backend has a communicator.
+SHARED = {"communicator", "data_movement", "reductions", "equality_checks"}
 
 
 def classes_of(source: str) -> set[str]:

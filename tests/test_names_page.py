@@ -28,8 +28,8 @@ def test_each_name_is_where_the_page_says() -> None:
     for name, places, file in ROWS:
         found = re.findall(r"`(\w+)((?:\.\w+)+)`", places)
         assert found
-        for door, path in found:
-            value: object = doors[door]
+        for listener, path in found:
+            value: object = doors[listener]
             for part in path[1:].split("."):
                 value = getattr(value, part)
             assert path.endswith(f".{name.strip('`')}")

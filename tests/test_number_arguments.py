@@ -30,7 +30,9 @@ def send_with_tag(tag: Any) -> None:
 
 def batch_with_tag(tag: Any) -> None:
     other = 1 - md.get_rank()
-    sent, received = (md.P2POp(verb, two(), other, tag=tag) for verb in (md.isend, md.irecv))
+    sent, received = (
+        md.P2POp(operation, two(), other, tag=tag) for operation in (md.isend, md.irecv)
+    )
     for work in md.batch_isend_irecv([sent, received]):
         work.wait()
 
@@ -96,7 +98,7 @@ NUMBERS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def refused(call: Callable[[Any], object], given: Any) -> str:
+def rejected(call: Callable[[Any], object], given: Any) -> str:
     try:
         call(given)
     except (md.KindError, md.AxisError) as error:
@@ -105,14 +107,14 @@ def refused(call: Callable[[Any], object], given: Any) -> str:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_numbers_of_numpy_are_taken_and_no_bools(name: str) -> None:
+def test_integers_of_numpy_are_taken_and_no_bools(name: str) -> None:
     call, number = WHOLE[name]
 
     def program() -> list[str]:
         call(number)
         call(np.int64(number))
         bools: tuple[Any, ...] = bool(number), np.bool_(number), torch.tensor(bool(number))
-        return [refused(call, given) for given in bools]
+        return [rejected(call, given) for given in bools]
 
     assert [len(told) for told in md.simulate(program, 2)] == [3, 3]
 
@@ -122,7 +124,7 @@ def test_so_are_those_from_which_worlds_begin(name: str) -> None:
     call, number = OUTSIDE[name]
     call(np.int64(number))
     for given in (bool(number), np.bool_(number)):
-        assert "must be a whole number" in refused(call, given)
+        assert "must be an integer" in rejected(call, given)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -130,7 +132,7 @@ def test_numbers_of_numpy_are_taken_and_no_bools(name: str) -> None:
     def program() -> list[str]:
         for number in (1, 1.5, np.int64(1), np.float32(1.5), np.float64(1.5)):
             NUMBERS[name](number)
-        return [refused(NUMBERS[name], given) for given in (True, np.bool_(True), "1")]
+        return [rejected(NUMBERS[name], given) for given in (True, np.bool_(True), "1")]
 
     expected = ["bucket_cap_mb must be a number"] * 3
     assert md.simulate(program, 2) == [expected] * 2

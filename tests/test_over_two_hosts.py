@@ -1,6 +1,6 @@
-"""A sample of what the library promises, over two hosts: verbs, DDP, a lost rank, the demo.
+"""A sample of what the library promises, over two hosts: collectives, DDP, a lost rank, the demo.
 
-All of the verbs' suite, and the demo under both launchers, run over them in ``make soak``.
+All of the collectives' suite, and the demo under both launchers, run over them in ``make soak``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 import meshdist as md
 from meshdist.dtypes import dtype_name
 from tests.faults.outcomes import named_ranks
+from tests.operations.cases import judge, perform_all, sample
 from tests.pool import Failure
 from tests.two_hosts import TwoHosts, places_on
-from tests.verbs.cases import judge, perform_all, sample
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "train_lm.py"
@@ -46,7 +46,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("backend", [None, "gloo"])
-def test_verbs(backend: str | None, two_hosts: TwoHosts) -> None:
+def test_collectives(backend: str | None, two_hosts: TwoHosts) -> None:
     cases = sample(4, 2)
     found = two_hosts.run(perform_all, 4, cases, backend=backend, timeout_s=120.0)
     judge("two hosts", cases, found)
@@ -99,7 +99,7 @@ def objects_of(group: Any) -> list[Any] | None:
     return [None] * N if group.rank() == 0 else None
 
 
-BY_VERB: dict[str, Call] = {
+BY_OPERATION: dict[str, Call] = {
     "all_reduce": lambda g: md.all_reduce(X.clone(), group=g),
     "all_reduce_coalesced": lambda g: md.all_reduce_coalesced([X.clone()], group=g),
     "reduce": lambda g: md.reduce(X.clone(), 0, group=g),
@@ -148,7 +148,7 @@ BY_SIZE: dict[str, Call] = {
     f"({size},)": lambda g, size=size: md.all_reduce(torch.ones(size), group=g)
     for size in (0, 1, 3, 4, 1000, 100_000)
 }
-TABLES = {"verbs": BY_VERB, "ops": BY_OP, "dtypes": BY_DTYPE, "sizes": BY_SIZE}
+TABLES = {"operations": BY_OPERATION, "ops": BY_OP, "dtypes": BY_DTYPE, "sizes": BY_SIZE}
 
 
 def met(table: str, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -182,40 +182,42 @@ def complaint(pair: tuple[str, str], told: Sequence[Any], may_end: bool) -> str:
         for _, text in alive
     }
     if len(alive) < len(told):
-        is_told = all(kind in ("AgreementError", "BackendError") for kind, _ in alive)
+        is_told = all(kind in ("MismatchError", "BackendError") for kind, _ in alive)
         return "" if may_end and is_told else f"{pair}: a process has ended: {told}"
     kinds = {kind for kind, _ in told}
-    if kinds != {"AgreementError"} or len(texts) > 1:
+    if kinds != {"MismatchError"} or len(texts) > 1:
         return f"{pair}: {told}"
     found = texts.pop().partition("found: ")[2].partition("fix: ")[0]
     return "" if all(name in found for name in pair) else f"{pair}: {found}"
 
 
 def check_pairs(
-    table: str, pairs: list[tuple[str, str]], wire: str | None, hosts: TwoHosts, may_end: bool
+    table: str, pairs: list[tuple[str, str]], backend: str | None, hosts: TwoHosts, may_end: bool
 ) -> None:
     """All pairs in one world; each in its own where a process may end."""
     wrong = []
     for batch in [[pair] for pair in pairs] if may_end else [pairs]:
-        outcomes = hosts.outcomes(met, 4, table, batch, backend=wire, timeout_s=300.0)
+        outcomes = hosts.outcomes(met, 4, table, batch, backend=backend, timeout_s=300.0)
         lists = [[None] if isinstance(one, Failure) else one for one in outcomes]
         told_of = zip(batch, zip(*lists, strict=True), strict=True)
         wrong += filter(None, (complaint(pair, told, may_end) for pair, told in told_of))
     assert not wrong, f"{len(wrong)} of {len(pairs)} pairs\n" + "\n".join(wrong[:5])
 
 
-@pytest.mark.parametrize("wire", [None, "gloo"])
-def test_calls_that_differ_are_named(wire: str | None, two_hosts: TwoHosts) -> None:
-    check_pairs("ops", [("SUM)", "MAX)"), ("MIN)", "PREMUL_SUM)")], wire, two_hosts, False)
-    check_pairs("dtypes", [(" float32", " int32")], wire, two_hosts, False)
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_calls_that_differ_are_named(backend: str | None, two_hosts: TwoHosts) -> None:
+    check_pairs("ops", [("SUM)", "MAX)"), ("MIN)", "PREMUL_SUM)")], backend, two_hosts, False)
+    check_pairs("dtypes", [(" float32", " int32")], backend, two_hosts, False)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("wire", [None, "gloo"])
-def test_all_pairs_that_differ_are_named(wire: str | None, table: str, two_hosts: TwoHosts) -> None:
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_all_pairs_that_differ_are_named(
+    backend: str | None, table: str, two_hosts: TwoHosts
+) -> None:
     pairs = list(combinations(TABLES[table], 2))
-    check_pairs(table, pairs, wire, two_hosts, may_end=table != "ops")
+    check_pairs(table, pairs, backend, two_hosts, may_end=table != "ops")
 
 
 # -- programs -------------------------------------------------------------------------------------
@@ -315,6 +317,6 @@ def test_a_host_that_others_cannot_reach_is_named(two_hosts: TwoHosts) -> None:
     for done in two_hosts.start(text, places, hosts="AB"):
         assert done.returncode == 1
         assert (
-            "that the other hosts reach lo, which Gloo uses on this rank; if not, set "
-            "GLOO_SOCKET_IFNAME to an interface that they reach" in done.stderr
+            "that the other hosts can reach lo, which Gloo uses on this rank; if they cannot, set "
+            "GLOO_SOCKET_IFNAME to an interface that they can reach" in done.stderr
         )

@@ -20,8 +20,8 @@ def pool():
 def test_that_is_pure():
     pass
 
-@pytest.mark.parametrize("wire", ["simulated", "gloo", "shm"])
-def test_on_a_wire(wire, pool):
+@pytest.mark.parametrize("backend", ["simulated", "gloo", "shm"])
+def test_on_a_backend(backend, pool):
     pass
 
 def test_of_the_pool(pool):
@@ -46,7 +46,7 @@ def test_nothing_is_left_out_twice() -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_it_runs_what_needs_no_other_wire_and_says_what_it_left_out(
+def test_it_runs_what_needs_no_other_backend_and_says_what_it_left_out(
     tmp_path: Path, workers: str
 ) -> None:
     file = tmp_path / "test_written_here.py"
@@ -59,6 +59,6 @@ def test_it_runs_what_needs_no_other_wire_and_says_what_it_left_out(
     assert "2 passed" in lines[-1]
     assert "1 tests: gloo" in lines
     assert "1 tests: mpi" in lines
-    assert "2 tests: ranks of the pool over a wire that no parameter names" in lines
+    assert "2 tests: ranks of the pool over a backend that no parameter names" in lines
     for why in quick.LEFT_OUT:
         assert any(f"test functions: {why}: " in line for line in lines)

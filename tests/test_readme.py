@@ -26,10 +26,10 @@ def test_the_error_is_what_such_a_program_raises() -> None:
 
     shown = re.search(r"<!-- error: begin -->\n```text\n(.*?)\n```", readme(), re.DOTALL)
     assert shown is not None
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         md.simulate(program, 4)
     raised = re.sub(r" at \S+:\d+", " at train.py:7", str(caught.value))
-    assert shown[1] == f"AgreementError: {raised}"
+    assert shown[1] == f"MismatchError: {raised}"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_times_are_those_of_the_report(num_bytes: int, texts: tuple[str, str
     (cell,) = (
         cell
         for cell in report["cells"]
-        if (cell["verb"], cell["bytes"], cell["dtype"]) == ("all_reduce", num_bytes, "float32")
+        if (cell["operation"], cell["bytes"], cell["dtype"]) == ("all_reduce", num_bytes, "float32")
     )
     for side, text in zip(("meshdist/shm", "torch/gloo"), texts, strict=True):
         number, unit = text.split()

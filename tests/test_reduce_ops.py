@@ -31,7 +31,7 @@ def test_torchs_own_ops_are_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["sum", None, 0, sum])
-def test_anything_else_is_refused_with_the_list(wrong: object) -> None:
+def test_anything_else_is_rejected_with_the_list(wrong: object) -> None:
     with pytest.raises(md.KindError, match="is not a reduction") as caught:
         split_premul(wrong)
     assert "ReduceOp.SUM, ReduceOp.AVG" in str(caught.value)
@@ -107,7 +107,7 @@ def test_a_factor_is_one_number(wrong: object, found: str) -> None:
 def test_a_factor_fits_a_dtype(wrong: int) -> None:
     with pytest.raises(md.ArgumentError, match="a factor that no dtype holds") as caught:
         md.ReduceOp.premul_sum(wrong)
-    assert caught.value.expected == "a whole number of 64 bits, or a float"
+    assert caught.value.expected == "an integer of 64 bits, or a float"
 
 
 def test_premul_sum_needs_its_factor() -> None:
@@ -120,7 +120,7 @@ def test_premul_sum_needs_its_factor() -> None:
 @pytest.mark.parametrize("name", [*NAMES, "PREMUL_SUM"])
 def test_what_a_dtype_cannot_be_reduced_with(name: str) -> None:
     op = getattr(md.ReduceOp, name)
-    refused = {
+    rejected = {
         dtype
         for dtype in (
             torch.bool,
@@ -133,7 +133,7 @@ def test_what_a_dtype_cannot_be_reduced_with(name: str) -> None:
         if find_refusal(op, dtype) is not None
     }
     floating = {torch.bfloat16, torch.float8_e5m2}
-    assert refused == {
+    assert rejected == {
         "SUM": set(),
         "AVG": {torch.bool},
         "BAND": {*floating, torch.complex64},
@@ -141,7 +141,7 @@ def test_what_a_dtype_cannot_be_reduced_with(name: str) -> None:
         "BXOR": {*floating, torch.complex64},
         "PREMUL_SUM": {torch.bool},
     }.get(name, {torch.complex64})
-    assert all(str(find_refusal(op, dtype)).startswith(f"{name} on ") for dtype in refused)
+    assert all(str(find_refusal(op, dtype)).startswith(f"{name} on ") for dtype in rejected)
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,10 @@ def take_from_opening() -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="there is no /proc")
-@pytest.mark.parametrize(("wire", "hosts"), GROUPS)
-def test_what_an_axis_takes_is_what_the_page_says(pool: Pool, wire: str, hosts: str) -> None:
-    counted = pool.run(take_from_opening, len(hosts), backend=wire, hosts=hosts)
-    assert counted == [IN_THE_PAGE["taken"](wire, len(hosts))] * len(hosts)
+@pytest.mark.parametrize(("backend", "hosts"), GROUPS)
+def test_what_an_axis_takes_is_what_the_page_says(pool: Pool, backend: str, hosts: str) -> None:
+    counted = pool.run(take_from_opening, len(hosts), backend=backend, hosts=hosts)
+    assert counted == [IN_THE_PAGE["taken"](backend, len(hosts))] * len(hosts)
 
 
 def rows_of_meshes() -> list[tuple[str, str, list[str]]]:
@@ -68,9 +68,9 @@ def test_the_table_of_worlds_follows_from_the_formulas(
     layout = md.Layout.from_shape(tuple(sizes.values()), names=tuple(sizes))
     for name in sizes if axis == "each" else [axis]:
         ranks = layout.ranks_of_axis(name, 0)
-        wire = "shm" if len({rank // 8 for rank in ranks}) == 1 else "gloo"
-        descriptors, threads = IN_THE_PAGE["taken"](wire, len(ranks))
-        requests, num_bytes = IN_THE_PAGE["of_gloo"](wire, len(ranks))
+        backend = "shm" if len({rank // 8 for rank in ranks}) == 1 else "gloo"
+        descriptors, threads = IN_THE_PAGE["taken"](backend, len(ranks))
+        requests, num_bytes = IN_THE_PAGE["of_gloo"](backend, len(ranks))
         assert columns[:3] == [f"{number:,}" for number in (descriptors, threads, requests)]
         assert columns[3] == in_words(num_bytes)
     assert layout.num_ranks == size

@@ -197,7 +197,7 @@ DIFFERENCES: dict[str, tuple[set[str], set[str], str]] = {
             "mesh",
         },
         {"axis_options", "mesh", "open_groups"},
-        "what is private to torch; per-axis wires go by axis_options; mesh has no default",
+        "what is private to torch; per-axis backends go by axis_options; mesh has no default",
     ),
     "DistributedDataParallel.__init__": (
         {"gradient_as_bucket_view"},

@@ -41,12 +41,12 @@ def test_each_host_is_one_of_its_own(two_hosts: TwoHosts) -> None:
         assert "of-0" not in shared[1]
 
 
-def test_ranks_lie_in_blocks_and_take_the_wire_for_hosts(two_hosts: TwoHosts) -> None:
+def test_ranks_lie_in_blocks_and_take_the_backend_for_hosts(two_hosts: TwoHosts) -> None:
     def program() -> tuple[str, str, float]:
         x = torch.full((100_000,), md.get_rank() + 1.0)
         md.all_reduce(x)
-        wire = md.group.WORLD.open_channel("cpu").communicator.wire
-        return socket.gethostname(), wire, x.mean().item()
+        backend = md.group.WORLD.open_device_group("cpu").communicator.backend
+        return socket.gethostname(), backend, x.mean().item()
 
     found = two_hosts.run(program, 5)
     assert found == [(f"host-{x}", "gloo", 15.0) for x in "aaabb"]
@@ -72,7 +72,7 @@ two_hosts_of(Pool()).call(spin, 2)
 """
 
 
-def family_of(mark: str) -> list[int]:
+def process_tree_of(mark: str) -> list[int]:
     """The processes that live with this in their environment."""
     found = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
@@ -94,14 +94,14 @@ def test_the_hosts_end_with_a_killed_test_session(two_hosts: TwoHosts, tmp_path:
     try:
         assert session.stdout is not None
         assert [session.stdout.readline() for _ in range(2)] == ["spinning\n"] * 2
-        assert len(family_of(mark)) >= 9  # with the processes that make the hosts
+        assert len(process_tree_of(mark)) >= 9  # with the processes that make the hosts
     finally:
         session.kill()
         session.communicate()
     end = time.monotonic() + 20.0
-    while family_of(mark) and time.monotonic() < end:
+    while process_tree_of(mark) and time.monotonic() < end:
         time.sleep(0.02)
-    assert family_of(mark) == []
+    assert process_tree_of(mark) == []
 
 
 def test_a_program_that_is_late_ends_with_all_it_has_started(two_hosts: TwoHosts) -> None:
@@ -128,6 +128,6 @@ def test_where_there_can_be_no_hosts_the_last_lines_say_so(tmp_path: Path) -> No
     )
     text = (
         "4 tests over two hosts did not run: Skipped: two hosts need namespaces, which this "
-        "system refuses: there is no command ip"
+        "system rejects: there is no command ip"
     )
     assert text in done.stdout.splitlines(), done.stdout + done.stderr

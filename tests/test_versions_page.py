@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import meshdist
-from tests.inner import checkup
+from tests.inner import diagnostics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packaging"))
 
@@ -38,7 +38,7 @@ def test_the_torches_are_those_that_are_run() -> None:
     minors = [minor_of(version) for version in torch_versions.VERSIONS]
     assert rows_of("torch") == minors
     assert f'"torch>={minors[0]}"' in PROJECT
-    assert ".".join(map(str, checkup.NEWEST_TORCH)) == minors[-1]
+    assert ".".join(map(str, diagnostics.NEWEST_TORCH)) == minors[-1]
     assert f"({wheels.TORCH.removeprefix('torch==')})" in PAGE
     report = (ROOT / "packaging" / "torch_versions.md").read_text(encoding="utf-8")
     others = set(minors) - {minor_of(wheels.TORCH.removeprefix("torch=="))}

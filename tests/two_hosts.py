@@ -61,7 +61,7 @@ class TwoHosts(Pool):
         self._port = int(answer) if not self.refusal else 0
 
     def run(self, fn: Callable[..., Any], nprocs: int, *args: Any, **settings: Any) -> list[Any]:
-        """As ``Pool.run``, over the wire that a program has there if it names none."""
+        """As ``Pool.run``, over the backend that a program has there if it names none."""
         return super().run(fn, nprocs, *args, **{"backend": None, **settings})
 
     def start(self, *given: Any, **named: Any) -> list[subprocess.CompletedProcess[str]]:
@@ -106,11 +106,11 @@ class TwoHosts(Pool):
 
 
 def two_hosts_of(pool: Pool) -> TwoHosts:
-    """The hosts that end with ``pool``; skips the test where the system refuses them."""
+    """The hosts that end with ``pool``; skips the test where the system rejects them."""
     hosts = pool.jobs.get("hosts")
     if hosts is None or hosts._control is None:
         hosts = pool.jobs["hosts"] = TwoHosts(pool)
     assert isinstance(hosts, TwoHosts)
     if hosts.refusal:
-        pytest.skip(f"two hosts need namespaces, which this system refuses: {hosts.refusal}")
+        pytest.skip(f"two hosts need namespaces, which this system rejects: {hosts.refusal}")
     return hosts

@@ -1,1 +1,1 @@
-"""Read and write the annotations of tensors: types over mesh axes, specs, wrappers."""
+"""Read and write the annotations of tensors."""

@@ -1,30 +1,27 @@
-"""Types of values over mesh axes, their joins and casts, and the annotations that tensors carry.
+"""Define the types of values over mesh axes, their joins and casts, and annotations of tensors.
 
-A type says of which kind a value is over each axis, by a letter. Its text is canonical, so that
-equal types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp' and unreduced over
-'ep'; a value is invariant over every axis that its type leaves out, and ``""`` is invariant
-everywhere.
+Over each axis a value has one kind:
+
+    V  varying      each rank holds its own value
+    I  invariant    equal on every rank
+    U  unreduced    each rank holds a partial sum of the value (torch: ``Partial("sum")``)
+    R  reduced      equal on every rank, with an unreduced gradient
+
+A gradient has the kind of its value, except that U and R are exchanged. A type's text is canonical,
+so equal types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp', unreduced over
+'ep', and invariant over all other axes.
 
 A tensor carries its type in its ``Annotation``. This module imports neither torch nor meshes.
 
-Over each axis a value is of one kind:
-
-    V  varying      each rank holds its own
-    I  invariant    equal on every rank
-    U  unreduced    each rank holds a summand; the value meant is their sum
-    R  reduced      equal on every rank, with a gradient that is unreduced
-
-The gradient of a value is of the value's kind, but for U and R, which are each other's.
-
-Drawn case: operands meet over axis 'tp' of 2 ranks. u is unreduced: 1 on rank 0 and 2 on rank 1,
-which means 3. i is invariant: 10. v varies. An operation takes u if the sum of what the ranks
-compute is what it computes of 3:
+Worked example: operands meet over axis 'tp' of 2 ranks. u is unreduced: 1 on rank 0, 2 on rank 1,
+which means 3. i is invariant: 10. v varies. An operation supports u if the sum of its results on
+all ranks equals its result on 3:
 
              rank 0    rank 1    sum    of 3    linearity     result over 'tp'
     u * i    10        20        30     30      "multiply"    U; i lacks R: its gradients 1 and 2
-    u + i    11        12        23     13      "add"         refused          are summands of 3
+    u + i    11        12        23     13      "add"         rejected         are partial sums of 3
     u + u    2         4         6      6       "add"         U
-    u * u    1         4         5      9       "multiply"    refused
+    u * u    1         4         5      9       "multiply"    rejected
     v * i    each its own                       "multiply"    V; i lacks V: gradients get summed
 
     >>> join_types(["U:tp", ""], "multiply")
@@ -32,8 +29,8 @@ compute is what it computes of 3:
     >>> join_types(["U:tp", ""], "add"), join_types(["U:tp", "U:tp"], "multiply")
     (Refusal(axis='tp', operand=0), Refusal(axis='tp', operand=0))
 
-Each axis is joined by itself. Of ``x @ w + b`` on a mesh (dp, tp) each operand lacks what it is
-invariant over and the result is not:
+Axes join independently. In ``x @ w + b`` on a mesh (dp, tp), an operand that is invariant over an
+axis lacks the kind of a result that is not:
 
     over 'dp'    x: V   w: I   b: I    the result: V    w and b lack V
     over 'tp'    x: I   w: R   b: I    the result: R    x and b lack R
@@ -65,12 +62,12 @@ CASTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "unreduced": MappingProxyType({"V": "U"}),
     }
 )
-"""The kinds of ``pcast`` by its ``to``: from each that it takes to that which it gives."""
+"""The kinds of ``pcast`` by its ``to``: result by operand."""
 
 GATHERED: Mapping[str, str] = MappingProxyType({"varying": "V", "invarying": "I", "reduced": "R"})
-"""The kind that ``all_gather`` gives for a varying value, by its ``to``."""
+"""The result kind of ``all_gather`` for a varying value, by its ``to``."""
 
-VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+OPERATION_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "psum": MappingProxyType({"V": "I", "U": "I"}),
         "pmean": MappingProxyType({"V": "I"}),
@@ -88,16 +85,16 @@ VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "experts.combine": MappingProxyType({"V": "V"}),
     }
 )
-"""The kinds of all other verbs: from each that a verb takes to that which it gives."""
+"""The kinds of all other collectives: result by operand."""
 
 
-def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:
-    """Return the kind of a verb's result over its axis, or None if it takes no such value.
+def find_result_kind(operation: str, kind: str, to: str | None = None) -> str | None:
+    """Return the kind of a collective's result over its axis; None for an unsupported operand.
 
     Args:
-        verb: its public name.
-        kind: the kind of what it is given, a key of ``KINDS``.
-        to: the argument of that name of ``pcast`` and ``all_gather``.
+        operation: its public name.
+        kind: the operand's kind, a key of ``KINDS``.
+        to: the argument ``to`` of ``pcast`` and ``all_gather``.
 
     Example:
         >>> find_result_kind("psum", "V"), find_result_kind("pcast", "I", to="reduced")
@@ -105,11 +102,11 @@ def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:
         >>> find_result_kind("all_gather", "I", to="varying") is None
         True
     """
-    if verb == "pcast":
+    if operation == "pcast":
         return CASTS.get(to or "", {}).get(kind)
-    if verb == "all_gather":
+    if operation == "all_gather":
         return GATHERED.get(to or "varying") if kind == "V" else None
-    return VERB_KINDS[verb].get(kind)
+    return OPERATION_KINDS[operation].get(kind)
 
 
 INVARIANT = ""
@@ -117,18 +114,16 @@ INVARIANT = ""
 
 
 class Annotation(NamedTuple):
-    """The annotation of a tensor: its type, its spec as text, and who else reduces its gradient.
+    """The annotation of a tensor: its type, its spec as text, and the reducers of its gradient.
 
     Args:
-        kinds: the text of its type; None if it has none, and counts as invariant.
-        dims: its sizes with the axes that cut them, such as "4@tp, 6"; None without a spec.
-        owner_axes: the axes over which a wrapper reduces a leaf's ``.grad`` after the backward:
-            the gradient is invariant there, although the leaf is reduced. None without a wrapper
-            that knows its axes.
-        owner_ranks: the ranks over which a wrapper reduces ``.grad`` that was given a group, or
-            nothing, and so knows no axes.
-        summed_axes: the axes over which a leaf's uses sum its gradient, unless a wrapper has
-            annotated it as reduced there and sums all gradients together.
+        kinds: the text of its type; None means no type, which counts as invariant.
+        dims: its sizes with the axes that shard them, such as "4@tp, 6"; None without a spec.
+        owner_axes: the axes over which a wrapper reduces a leaf's ``.grad`` after the backward, so
+            that the gradient is invariant although the leaf is reduced; or None.
+        owner_ranks: the ranks over which a wrapper without mesh axes reduces ``.grad``.
+        summed_axes: the axes over which each use of a leaf sums its gradient, unless a wrapper
+            annotated it as reduced over them and sums all gradients together.
     """
 
     kinds: str | None = None
@@ -143,8 +138,8 @@ class Annotation(NamedTuple):
         return self.owner_axes is not None or bool(self.owner_ranks)
 
 
-# Tensors carry plain tuples of these fields: they are pickled and saved with a tensor, also in the
-# states of optimizers, and ``torch.load`` reads them with ``weights_only`` and without meshdist.
+# Tensors carry plain tuples of these fields, because annotations are pickled with tensors, also in
+# states of optimizers, and ``torch.load`` must read them with ``weights_only`` without meshdist.
 ANNOTATION = "_annotation"
 """The key of a tensor's annotation in its ``__dict__``: a plain tuple of its fields."""
 
@@ -158,17 +153,17 @@ def _read(fields: tuple[Any, ...]) -> Annotation:
 
 @lru_cache(maxsize=4096)
 def type_alone(kinds: str) -> tuple[Any, ...]:
-    """Return the annotation of a tensor that has a type alone, such as an operation's result."""
+    """Return an annotation with only a type."""
     return tuple(Annotation(kinds))
 
 
 def annotation_of(x: Any) -> Annotation:
-    """Return a tensor's annotation, which is empty if it carries none."""
+    """Return a tensor's annotation, or an empty annotation."""
     return _read(x.__dict__.get(ANNOTATION, EMPTY))
 
 
 def find_type(x: Any) -> str | None:
-    """Return the text of a tensor's type, None if it has none."""
+    """Return the text of a tensor's type, or None."""
     found: str | None = x.__dict__.get(ANNOTATION, EMPTY)[0]
     return found
 
@@ -180,13 +175,13 @@ def type_of(x: Any) -> str:
 
 
 def find_owner_axes(x: Any) -> tuple[str, ...] | None:
-    """Return the axes over which a wrapper reduces a leaf's gradient, None without such axes."""
+    """Return the axes over which a wrapper reduces the gradient, or None."""
     found: tuple[str, ...] | None = x.__dict__.get(ANNOTATION, EMPTY)[2]
     return found
 
 
 def set_type(x: Any, kinds: str) -> None:
-    """Set a tensor's type, and keep the rest of its annotation."""
+    """Set a tensor's type; keep the rest of its annotation."""
     attributes = x.__dict__
     before = attributes.get(ANNOTATION)
     if before is None:
@@ -196,7 +191,7 @@ def set_type(x: Any, kinds: str) -> None:
 
 
 def set_spec(x: Any, kinds: str, dims: str | None) -> None:
-    """Set a tensor's type and the text of its dims, and keep the rest of its annotation."""
+    """Set a tensor's type and dims; keep the rest of its annotation."""
     attributes = x.__dict__
     attributes[ANNOTATION] = (kinds, dims, *attributes.get(ANNOTATION, EMPTY)[2:])
 
@@ -206,12 +201,12 @@ def change_annotation(x: Any, **fields: Any) -> None:
     x.__dict__[ANNOTATION] = tuple(annotation_of(x)._replace(**fields))
 
 
-_ORDER = "VRU"  # the order of kinds in a text, which leaves "I" out
+_ORDER = "VRU"  # The order of kinds in a text, which omits "I".
 
 
 @lru_cache(maxsize=4096)
 def kinds_in(text: str) -> Mapping[str, str]:
-    """Return the kinds that the text of a type names, by axis.
+    """Return the kinds in a type's text, by axis.
 
     Example:
         >>> dict(kinds_in("V:dp,tp U:ep"))
@@ -225,7 +220,7 @@ def kinds_in(text: str) -> Mapping[str, str]:
 
 
 def type_text(kinds: Mapping[str, str]) -> str:
-    """Return the text of the type with these kinds by axis; the inverse of ``kinds_in``.
+    """Return the text of a type from kinds by axis; the inverse of ``kinds_in``.
 
     Example:
         >>> type_text({"tp": "V", "ep": "U", "dp": "V", "pp": "I"})
@@ -237,7 +232,7 @@ def type_text(kinds: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def gradient_type(text: str) -> str:
-    """Return the type of the gradient of a value of the type ``text``.
+    """Return the gradient's type of a value of type ``text``.
 
     Example:
         >>> gradient_type("V:dp R:ep")
@@ -247,7 +242,7 @@ def gradient_type(text: str) -> str:
 
 
 def with_kinds(text: str, kinds: Mapping[str, str]) -> str:
-    """Return the type ``text`` with the kinds over some axes replaced.
+    """Return ``text`` with the kinds over some axes replaced.
 
     Example:
         >>> with_kinds("V:dp,tp", {"dp": "I"})
@@ -262,7 +257,7 @@ def _with_kinds(text: str, *kinds: tuple[str, str]) -> str:
 
 
 def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
-    """Return the axes over which a value of the type ``text`` is of any of ``kinds``, sorted.
+    """Return the axes over which type ``text`` is of any of ``kinds``, sorted.
 
     Example:
         >>> axes_of_kind("V:tp R:ep U:dp", "RU")
@@ -273,7 +268,7 @@ def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The axis over which operands do not join, and the first unreduced operand's place."""
+    """The axis over which operands do not join, and the first unreduced operand's index."""
 
     axis: str
     operand: int
@@ -284,9 +279,8 @@ class JoinedType:
     """The type of an operation's results, and the casts that its operands need.
 
     Args:
-        text: the type of the results.
-        missing: for each operand, the type that a cast must add before it takes part: the axes
-            over which it is invariant and the result is not; "" for none.
+        missing: for each operand, the type that a cast must add: the axes over which the operand is
+            invariant and the result is not; "" for none.
     """
 
     text: str
@@ -294,7 +288,6 @@ class JoinedType:
 
     @cached_property
     def annotation(self) -> tuple[Any, ...]:
-        """Return the annotation of the results."""
         return type_alone(self.text)
 
     @cached_property
@@ -304,7 +297,7 @@ class JoinedType:
 
 
 def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusal:
-    """Return the joined type of an operation's operands, axis by axis, or the refusal of a join.
+    """Return the joined type of an operation's operands, axis by axis, or the rejection.
 
     Args:
         linearity: the operands in which it is linear, such as "add" or "first"; "" for none.
@@ -333,8 +326,8 @@ def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusa
 
 
 def _is_linear(kinds: Sequence[str], linearity: str) -> bool:
-    """Return whether ``linearity``, such as "add", admits operands of these kinds, some "U"."""
-    # linearity       stands for               takes as unreduced, beside invariant and reduced:
+    """Return whether ``linearity`` admits operands of these kinds, some "U"."""
+    # linearity       means                    operands that may be unreduced:
     # "add"           a + b, cat               all operands
     # "multiply"      a * b, a @ b             any single operand
     # "first"         a / b, a[b], a.sum()     the first operand

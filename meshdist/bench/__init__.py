@@ -1,1 +1,1 @@
-"""Measuring collectives: ours and the peers', in turn, in one run."""
+"""Benchmark collectives of meshdist and other libraries, interleaved in one run."""

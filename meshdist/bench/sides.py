@@ -1,7 +1,7 @@
-"""The task of each library for one verb and one size, on buffers of its own.
+"""Implement each library's calls for one collective and size, on its own buffers.
 
-A size is that of the full buffer in bytes, as in nccl-tests: what an all-gather puts out, what a
-reduce-scatter takes, what an all-to-all exchanges. A side returns a function that makes one call.
+A size counts the bytes of the full buffer, as in nccl-tests: the output of an all-gather, the input
+of a reduce-scatter, the data of an all-to-all.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from .. import verb_table
+from .. import operation_table
 
-VERBS = (
+OPERATIONS = (
     "all_reduce",
     "reduce",
     "broadcast",
@@ -30,37 +30,41 @@ VERBS = (
     "send_recv",
     "barrier",
 )
-"""In the names of torch; ``send_recv`` is half a round trip between ranks 0 and 1."""
+"""Names as in torch; ``send_recv`` is half a round trip between ranks 0 and 1."""
 
 DTYPES = ("float32", "bfloat16")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
-_SINGLE = {verb.alias_of: verb.name for verb in verb_table.VERBS.values() if verb.alias_of}
-"""The newer names, under which torch does not warn."""
+_SINGLE = {
+    operation.alias_of: operation.name
+    for operation in operation_table.OPERATIONS.values()
+    if operation.alias_of
+}
+"""The newer names, for which torch does not warn."""
 
 Call = Callable[[], Any]
 
 
 class Library(ABC):
-    """A library that the bench measures, with this rank's place in the world that it has opened."""
+    """A library to measure, initialized on this rank."""
 
     rank: int
     size: int
     barrier: Call
     """Waits for all ranks."""
     close: Call
-    """Ends the world."""
+    """Shuts the library down."""
 
     @abstractmethod
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once; None if the library has no such verb.
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that runs ``operation`` once; None if it is not supported.
 
         Args:
-            num_bytes: of the whole array, of which each rank has a part where the verb has parts.
+            num_bytes: the size of the full buffer, also if each rank has only a part.
         """
 
     def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
-        """Return the elements in ``num_bytes``, in each rank's part of these, and in all parts."""
+        """Return the elements in ``num_bytes``, in a rank's part, and in all parts."""
         count = max(1, num_bytes // _ITEM_BYTES[dtype])
         part = max(1, count // self.size)
         return count, part, part * self.size
@@ -80,7 +84,7 @@ class Library(ABC):
 
 
 class TorchSide(Library):
-    """torch.distributed, or meshdist, which the same code calls by the same names."""
+    """torch.distributed or meshdist, called by the same names."""
 
     def __init__(self, name: str, backend: str) -> None:
         import torch
@@ -95,8 +99,7 @@ class TorchSide(Library):
         self.size = library.get_world_size()
         self.barrier, self.close = library.barrier, library.destroy_process_group
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once on CPU tensors whose sizes ``counts`` gives."""
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
         kind = getattr(self._torch, dtype)
         whole, part, full = (
             partial(self._ones, number, kind) for number in self.counts(num_bytes, dtype)
@@ -112,7 +115,7 @@ class TorchSide(Library):
             return [part() for _ in range(self.size)]
 
         root = int  # makes 0
-        if verb == "send_recv":
+        if operation == "send_recv":
             return self.ping_pong(self._library.send, self._library.recv, whole())
         makers: dict[str, tuple[Callable[[], Any], ...]] = {
             "all_reduce": (whole,),
@@ -128,23 +131,22 @@ class TorchSide(Library):
             "all_to_all": (places, parts),
             "barrier": (),
         }
-        function = getattr(self._library, _SINGLE.get(verb, verb))
-        return partial(function, *(make() for make in makers[verb]))
+        function = getattr(self._library, _SINGLE.get(operation, operation))
+        return partial(function, *(make() for make in makers[operation]))
 
     def _ones(self, count: int, dtype: Any) -> Any:
         return self._torch.ones(count, dtype=dtype)
 
 
 class SharedSide(TorchSide):
-    """meshdist's all_reduce on a tensor that lies in memory which all ranks map."""
+    """meshdist's all_reduce on tensors in shared memory."""
 
     def __init__(self, name: str, backend: str) -> None:
         super().__init__(name, backend)
         self._made: dict[tuple[int, Any], Any] = {}
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that all-reduces ``num_bytes`` once; None for other verbs."""
-        return super().call(verb, num_bytes, dtype) if verb == "all_reduce" else None
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        return super().call(operation, num_bytes, dtype) if operation == "all_reduce" else None
 
     def _ones(self, count: int, dtype: Any) -> Any:
         if (count, dtype) not in self._made:
@@ -153,18 +155,17 @@ class SharedSide(TorchSide):
 
 
 class CopySide(TorchSide):
-    """A lower bound for an all_reduce: every rank copies its array once, exchanging nothing."""
+    """A lower bound for all_reduce: every rank only copies its array once."""
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that copies ``num_bytes`` once in place of an all_reduce; else None."""
-        if verb != "all_reduce":
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        if operation != "all_reduce":
             return None
         count, kind = self.counts(num_bytes, dtype)[0], getattr(self._torch, dtype)
         return partial(self._ones(count, kind).copy_, self._ones(count, kind))
 
 
 class MpiSide(Library):
-    """mpi4py on NumPy arrays: one call of MPI for each verb."""
+    """mpi4py on NumPy arrays: one call of MPI for each collective."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -175,12 +176,7 @@ class MpiSide(Library):
         self.size = self._world.Get_size()
         self.barrier, self.close = self._world.Barrier, lambda: None  # MPI ends with the process
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once; None for bfloat16 and verbs that MPI lacks.
-
-        Args:
-            num_bytes: of the whole array, of which each rank has a part where the verb has parts.
-        """
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
         import numpy as np
 
         world, is_root = self._world, self.rank == 0
@@ -196,7 +192,7 @@ class MpiSide(Library):
 
         if dtype != "float32":
             return None
-        if verb == "send_recv":
+        if operation == "send_recv":
             return self.ping_pong(world.Send, world.Recv, whole())
         functions: dict[str, tuple[Callable[..., Any], ...]] = {
             "all_reduce": (world.Allreduce, in_place, whole),
@@ -209,14 +205,14 @@ class MpiSide(Library):
             "all_to_all_single": (world.Alltoall, full, full),
             "barrier": (world.Barrier,),
         }
-        if verb not in functions:
+        if operation not in functions:
             return None
-        function, *makers = functions[verb]
+        function, *makers = functions[operation]
         return partial(function, *(make() for make in makers))
 
 
 class JaxSide(Library):
-    """JAX over its CPU collectives: one device a process, one jitted function for each verb."""
+    """JAX's CPU collectives: one device per process, one jitted function per collective."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -233,8 +229,8 @@ class JaxSide(Library):
         assert barrier is not None
         self.barrier, self.close = barrier, jax.distributed.shutdown
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once, out of place; None if JAX lacks the verb."""
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that runs ``operation`` once, out of place; None if not supported."""
         import numpy as np
 
         lax, spec = self._jax.lax, self._jax.sharding.PartitionSpec
@@ -245,9 +241,9 @@ class JaxSide(Library):
             "reduce_scatter_tensor": (full, lambda x: lax.psum_scatter(x, "ranks", tiled=True)),
             "all_to_all_single": (full, lambda x: lax.all_to_all(x, "ranks", 0, 0, tiled=True)),
         }
-        if verb not in bodies:
+        if operation not in bodies:
             return None
-        number, body = bodies[verb]
+        number, body = bodies[operation]
         ranks = spec("ranks")
         each = self._jax.shard_map(
             body, mesh=self._mesh, in_specs=ranks, out_specs=ranks, check_vma=False
@@ -271,6 +267,6 @@ SIDES: dict[str, Callable[[], Library]] = {
 }
 """The sides that can be measured.
 
-``meshdist/shm/shared`` is on ``shared_empty`` tensors; ``copy`` is a bound, a copy on every rank;
-``mpi`` is whichever MPI the interpreter's mpi4py finds.
+``meshdist/shm/shared`` uses ``shared_empty`` tensors; ``copy`` is a lower bound, a copy on every
+rank; ``mpi`` is the MPI of the interpreter's mpi4py.
 """

@@ -1,4 +1,4 @@
-"""One rank of one side: does what the measuring process asks for, and sleeps in between."""
+"""Run one rank of a side: execute the measuring process's orders."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from .sides import Library
 
 ADDRESS = "MESHDIST_BENCH_SOCKET"
-"""The environment variable that has the path of the measuring process's socket, and a secret."""
+"""The environment variable with the measuring process's socket path and a secret."""
 
 
 def main(argv: list[str]) -> int:
-    """Open the side ``argv[0]``, serve its measurements under the label ``argv[1]``; return 0."""
+    """Open the side ``argv[0]``, and serve measurements under the label ``argv[1]``."""
     from .sides import SIDES
 
     serve(SIDES[argv[0]](), argv[1])
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(side: Library, label: str) -> None:
-    """Greet the measuring process as ``label``, and answer its orders until it says "end"."""
+    """Connect to the measuring process as ``label``, and execute its orders until "end"."""
     with socket.socket(socket.AF_UNIX) as connection:
         path, secret = os.environ[ADDRESS].rsplit(" ", 1)
         connection.connect(path)
@@ -33,15 +33,15 @@ def serve(side: Library, label: str) -> None:
         say(talk, {"secret": secret, "side": label, "rank": side.rank, "size": side.size})
         for line in talk:
             order = json.loads(line)
-            if order["verb"] == "end":
+            if order["operation"] == "end":
                 break
             say(talk, {"seconds": _measure(side, order)})
     side.close()
 
 
 def _measure(side: Library, order: dict[str, Any]) -> float | None:
-    """Return the seconds per call that ``order`` asks for; None where the side has no such verb."""
-    call = side.call(order["verb"], order["bytes"], order["dtype"])
+    """Return the seconds per call of ``order``; None if the side has no such collective."""
+    call = side.call(order["operation"], order["bytes"], order["dtype"])
     if call is None:
         return None
     for _ in range(order["warm_up"]):
@@ -52,11 +52,10 @@ def _measure(side: Library, order: dict[str, Any]) -> float | None:
         call()
     took = (time.perf_counter() - start) / int(order["calls"])
     side.barrier()
-    return took / 2 if order["verb"] == "send_recv" else took
+    return took / 2 if order["operation"] == "send_recv" else took
 
 
 def say(talk: Any, message: dict[str, Any]) -> None:
-    """Write ``message`` as a line of JSON to the text stream ``talk``."""
     talk.write(json.dumps(message) + "\n")
     talk.flush()
 

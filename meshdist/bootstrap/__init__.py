@@ -1,1 +1,1 @@
-"""How a process finds its world: launchers, stores, rendezvous."""
+"""Rendezvous: launcher variables, stores, and how ranks find each other."""

@@ -1,7 +1,7 @@
-"""From what a program says about its world to its rank, its size and the store of all ranks.
+"""Resolve init_process_group arguments to a rank, a world size and a store.
 
-``meet`` understands ``env://``, ``tcp://host:port``, ``file:///path``, a store, and the schemes of
-``register_rendezvous_handler``. It returns when every rank has joined.
+``meet`` supports ``env://``, ``tcp://host:port``, ``file:///path``, a store, and the schemes of
+``register_rendezvous_handler``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
-from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_whole_number
+from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_integer
 from ..errors import ArgumentError, KindError, RendezvousError, StoreError
-from ..runtime.whole_numbers import find_whole_number
-from .bounded_store import BoundedStore
-from .environments import MOST_RANKS, Surroundings, read_surroundings
-from .generations import SERVER, Attempt, Rendezvous, lost_while_joining
-from .kept_stores import hold_until_left, keep_store, let_go
+from ..runtime.integers import find_integer
+from .launch_environment import MOST_RANKS, LaunchEnvironment, read_launch_environment
 from .mpi_library import directory_of_mpiexec
-from .store_places import open_by_url, place_by_environment, place_of
+from .rendezvous_rounds import SERVER, Rendezvous, RendezvousRound, lost_while_joining
+from .store_cache import hold_until_left, keep_store, let_go
+from .store_endpoints import open_by_url, place_by_environment, place_of
 from .stores import (
     LEAST_STORE_TIMEOUT,
     ServedStore,
@@ -37,6 +36,7 @@ from .stores import (
     open_file,
     root_of,
 )
+from .timeout_store import TimeoutStore
 
 __all__ = [
     "register_rendezvous_handler",
@@ -45,21 +45,21 @@ __all__ = [
 
 
 _IN_QUERY = ("rank", "world_size")
-"""The keys of a URL besides its address."""
+"""The keys of a URL's query."""
 
 
 @dataclass(frozen=True)
-class Terms:
-    """The arguments by which a process asks for a world, from a call, a URL or the environment.
+class InitArguments:
+    """Arguments of one initialization, from a call, a URL or the environment.
 
     Args:
-        init_method: the URL; None is ``env://``, unless there is a store.
-        rank: this process's rank; -1 where the URL or the environment has it, or where ranks
-            follow the order of arrival (tcp:// and file://).
-        world_size: -1 where the URL or the environment has it.
-        store: a store that all ranks share, in place of a URL; needs rank and world_size.
-        group_name: worlds of different names may meet at one address.
-        wires: what this process could use, for the ranks to learn what all of them can.
+        init_method: the URL; None means ``env://`` unless ``store`` is given.
+        rank: -1 if the URL or the environment sets it, or to assign ranks in the order of arrival
+            (tcp:// and file://).
+        world_size: -1 if the URL or the environment sets it.
+        store: a shared store, instead of a URL; needs rank and world_size.
+        group_name: separates several worlds at one address.
+        backends: the backends that this process can use.
     """
 
     init_method: str | None = None
@@ -68,69 +68,71 @@ class Terms:
     store: Store | None = None
     group_name: str = ""
     timeout: timedelta = DEFAULT_TIMEOUT
-    wires: Collection[str] = ()
+    backends: Collection[str] = ()
 
 
 def meet(
-    terms: Terms,
+    init_arguments: InitArguments,
     *,
     is_mpi_asked: bool = False,
     origin: str = "a given store",
     handler_arguments: Mapping[str, Any] | None = None,
 ) -> Rendezvous:
-    """Join the world that ``terms`` describe; return its Rendezvous once all ranks have joined.
+    """Join the world of ``init_arguments``; return its Rendezvous once all ranks have joined.
 
     Args:
-        is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
-        origin: where a given store comes from, for messages.
-        handler_arguments: more arguments for the handler of a scheme of your own.
+        is_mpi_asked: whether to use only mpiexec's variables (backend "mpi").
+        origin: the source of a given store, for messages.
     """
-    init_method, store = terms.init_method, terms.store
-    rank, world_size = terms.rank, terms.world_size
+    init_method, store = init_arguments.init_method, init_arguments.store
+    rank, world_size = init_arguments.rank, init_arguments.world_size
     if store is not None and is_mpi_asked:
-        surroundings = read_surroundings(os.environ, is_mpi_asked=True)
-        rank, world_size = surroundings.rank, surroundings.size
+        launch_environment = read_launch_environment(os.environ, is_mpi_asked=True)
+        rank, world_size = launch_environment.rank, launch_environment.size
     rank, world_size = _checked_places(rank, world_size)
     _check_arguments(init_method, rank, world_size, store)
     check_can_join()
     if store is not None:
-        # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
+        # This process cannot see whether torchrun's agent hosts the store, or rank 0 as usual.
         is_served_by_0 = isinstance(root_of(store), TCPStore)
         own = _own_handle(store)
-        joined = _meet_in(own, rank, world_size, origin, terms, is_served_by_0=is_served_by_0)
+        joined = _meet_in(
+            own, rank, world_size, origin, init_arguments, is_served_by_0=is_served_by_0
+        )
         return replace(joined, leave=partial(hold_until_left, store))
     url = _split("env://" if init_method is None else init_method)
     rank, world_size = _with_query(url, rank, world_size)
     if url.scheme == "env":
-        surroundings = read_surroundings(
+        launch_environment = read_launch_environment(
             os.environ, rank=rank, world_size=world_size, is_mpi_asked=is_mpi_asked
         )
-        return _meet_by_environment(surroundings, terms)
+        return _meet_by_environment(launch_environment, init_arguments)
     if url.scheme == "tcp":
-        return _meet_by_tcp(url, rank, world_size, terms)
+        return _meet_by_tcp(url, rank, world_size, init_arguments)
     if url.scheme == "file":
-        return _meet_by_file(url, rank, world_size, terms)
-    return _meet_by_handler(url, rank, world_size, terms, handler_arguments or {})
+        return _meet_by_file(url, rank, world_size, init_arguments)
+    return _meet_by_handler(url, rank, world_size, init_arguments, handler_arguments or {})
 
 
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Return an iterator of one element: the store that all share, this rank, the world's size.
+    """Return an iterator that yields the shared store, this rank and the world size, once.
 
-    Arguments are checked at once; ``next`` waits until all ranks have joined. With ``file://`` and
-    a rank it returns at once, and the last process to drop its store removes the file.
+    The call checks its arguments immediately; ``next`` waits until all ranks have joined. With
+    ``file://`` and a rank, ``next`` does not wait, and the last process that drops its store
+    removes the file.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path``, or a scheme of
-            ``register_rendezvous_handler``, whose handler is then called as torch calls it.
+            ``register_rendezvous_handler``, whose handler is called as torch calls it.
         rank: as for ``init_process_group``.
         world_size: as for ``init_process_group``.
-        kwargs: ``timeout``, a timedelta; a handler of your own is given the others too.
+        kwargs: ``timeout``, a timedelta; a custom handler also gets the other arguments.
 
     Raises:
         KindError, ArgumentError: as for ``init_process_group``.
-        RendezvousError: as for ``init_process_group``; also when asked for a second world.
+        RendezvousError: as for ``init_process_group``; also on a second ``next``.
     """
     timeout = kwargs.pop("timeout", None)
     check_timeout(timeout)
@@ -138,10 +140,10 @@ def rendezvous(
         raise KindError("url must be a str", expected="for example 'env://'", found=f"{url!r}")
     rank, world_size = _checked_places(rank, world_size)
     _check_arguments(url, rank, world_size, None)
-    return _meetings(url, rank, world_size, timeout or DEFAULT_TIMEOUT, kwargs)
+    return _matchings(url, rank, world_size, timeout or DEFAULT_TIMEOUT, kwargs)
 
 
-def _meetings(
+def _matchings(
     url: str, rank: int, world_size: int, timeout: timedelta, arguments: dict[str, Any]
 ) -> Iterator[tuple[Store, int, int]]:
     parts = _split(url)
@@ -151,22 +153,24 @@ def _meetings(
         store.set_timeout(timeout)
         yield store, *place
     else:
-        joined = meet(Terms(url, rank, world_size, timeout=timeout), handler_arguments=arguments)
+        joined = meet(
+            InitArguments(url, rank, world_size, timeout=timeout), handler_arguments=arguments
+        )
         yield joined.make_torch_store(), joined.rank, joined.size
     raise RendezvousError(
-        "a rendezvous gives one world",
+        "this rendezvous has already returned its store",
         where=url,
-        fix="call rendezvous(...) again for the next one",
+        fix="call rendezvous(...) again to join another world",
     )
 
 
-# -- what the caller says -----------------------------------------------------------------------
+# -- the caller's arguments ---------------------------------------------------------------------
 
 
 def _checked_places(rank: Any, world_size: Any) -> tuple[int, int]:
-    told = "0 or more; -1, or nothing, where the URL or the launcher tells it"
-    rank = get_whole_number(rank, "rank", -1, expected=told)
-    return rank, get_whole_number(world_size, "world_size", -1, expected=told)
+    expected = "0 or more; omit it (or pass -1) if the URL or the launcher sets it"
+    rank = get_integer(rank, "rank", -1, expected=expected)
+    return rank, get_integer(world_size, "world_size", -1, expected=expected)
 
 
 def _check_arguments(
@@ -182,9 +186,9 @@ def _check_arguments(
         return
     if init_method is not None:
         raise ArgumentError(
-            "init_method and store exclude each other",
+            "init_method and store cannot be combined",
             found=f"init_method={init_method!r}, store={type(store).__name__}",
-            fix="pass one of them",
+            fix="pass either init_method or store",
         )
     if not isinstance(store, Store):
         raise KindError(
@@ -194,8 +198,8 @@ def _check_arguments(
         )
     if rank < 0 or world_size < 1:
         raise ArgumentError(
-            "a store does not tell rank and world_size",
-            expected="store=..., rank=0 or more, world_size=1 or more",
+            "store= needs rank and world_size",
+            expected="rank=0 or more and world_size=1 or more",
             found=f"rank={rank}, world_size={world_size}",
             fix="pass all three: init_process_group(store=store, rank=0, world_size=4)",
         )
@@ -208,12 +212,14 @@ def _check_place(rank: int, world_size: int) -> None:
             f"a world of {world_size} ranks is too large",
             expected=f"at most {MOST_RANKS}",
             found=f"world_size={world_size}",
+            fix="pass the number of processes that take part as world_size",
         )
     if rank >= world_size:
         raise ArgumentError(
             f"rank {rank} does not exist in a world of {world_size}",
             expected=f"a rank from 0 to {world_size - 1}",
             found=f"rank={rank}, world_size={world_size}",
+            fix=f"pass a rank below {world_size}, or a larger world_size on every rank",
         )
 
 
@@ -224,30 +230,33 @@ def _split(init_method: str) -> SplitResult:
         init_method.encode()
     except ValueError as error:
         raise ArgumentError(
-            f"init_method is no URL: {error}",
+            f"init_method is not a valid URL: {error}",
             expected="'env://', 'tcp://host:port' or 'file:///path'",
             found=f"{init_method!r}",
+            fix="correct the URL, or omit init_method to use the launcher's variables",
         ) from None
     return url
 
 
 def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size from the call or from the URL; raise where both give the same."""
+    """Return rank and size from the call or the URL; raise if both set a value."""
     given = dict(zip(_IN_QUERY, (rank, world_size), strict=True))
     for name, text in parse_qsl(url.query, keep_blank_values=True):
         if name not in given:
             continue  # for example torch's use_libuv=1
         if given[name] >= 0:
             raise ArgumentError(
-                f"{name} stands in the URL and in the call",
+                f"{name} is given both in the URL and in the call",
                 where=url.geturl(),
                 found=f"{name}={text} in the URL, {name}={given[name]} in the call",
-                fix="leave one of them out",
+                fix=f"remove {name} from the URL or from the call",
             )
-        number = find_whole_number(text)
+        number = find_integer(text)
         if number is None:
             raise ArgumentError(
-                f"{name}={text!r} in the URL is no whole number", where=url.geturl()
+                f"{name}={text!r} in the URL is not an integer",
+                where=url.geturl(),
+                fix=f"write digits, for example {name}=1",
             )
         given[name] = number
     rank, world_size = given.values()
@@ -257,22 +266,22 @@ def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]
 def _check_size(url: SplitResult, rank: int, world_size: int) -> None:
     if world_size < 1:
         raise ArgumentError(
-            f"{url.scheme}:// needs the size of the world",
+            f"{url.scheme}:// needs world_size",
             where=url.geturl(),
-            expected="world_size=4, or ?world_size=4 in the URL",
-            fix=f"init_process_group(init_method={url.geturl()!r}, world_size=4), with rank=... "
-            "or without: then ranks follow the order of arrival",
+            expected="world_size in the call or in the URL",
+            fix=f"init_process_group(init_method={url.geturl()!r}, world_size=4); without rank=, "
+            "ranks are assigned in the order of arrival",
         )
     _check_place(rank, world_size)
 
 
-# -- the ways to meet ---------------------------------------------------------------------------
+# -- rendezvous by scheme -----------------------------------------------------------------------
 
 
 def _own_handle(store: Store) -> Store:
     try:
         return cloned(store)
-    except (RuntimeError, NotImplementedError):  # a store written in Python may have no clones
+    except (RuntimeError, NotImplementedError):  # a store written in Python may not support clone()
         return store
 
 
@@ -281,25 +290,27 @@ def _meet_in(
     rank: int,
     size: int,
     origin: str,
-    terms: Terms,
+    init_arguments: InitArguments,
     *,
-    attempt: str = "",
+    rendezvous_round: str = "",
     is_served_by_0: bool = False,
     **known: Any,
 ) -> Rendezvous:
-    prefix = "/".join(["meshdist", *filter(None, (terms.group_name, attempt))])
-    patience = max(terms.timeout, LEAST_STORE_TIMEOUT)
+    prefix = "/".join(["meshdist", *filter(None, (init_arguments.group_name, rendezvous_round))])
+    patience = max(init_arguments.timeout, LEAST_STORE_TIMEOUT)
     server = {"server": SERVER.format(0)} if is_served_by_0 else {}
     is_here = isinstance(store, ServedStore)
     try:
-        handle = BoundedStore(store, patience, is_served_here=is_here, **server)
+        handle = TimeoutStore(store, patience, is_served_here=is_here, **server)
     except StoreError as error:
         raise lost_while_joining(origin, error) from error
-    del store  # an error would keep it
+    del store  # the traceback of an error would keep it alive
     given = rank if rank >= 0 else None
     known |= {"prefix": prefix, "serves": is_here or (is_served_by_0 and rank == 0)}
     try:
-        return Attempt(handle, given, size, terms.timeout, origin, terms.wires, **known).join()
+        return RendezvousRound(
+            handle, given, size, init_arguments.timeout, origin, init_arguments.backends, **known
+        ).join()
     except BaseException:
         handle.close()
         raise
@@ -311,21 +322,20 @@ def _meet_at(
     rank: int,
     size: int,
     origin: str,
-    terms: Terms,
+    init_arguments: InitArguments,
     *,
     stays: bool = False,
     **known: Any,
 ) -> Rendezvous:
-    """Return the Rendezvous in the store of ``address``, which ``make`` opens if none is kept.
+    """Join in the store of ``address``; call ``make`` to open the store if none is cached.
 
     Args:
-        stays: whether the store stays open when the world has ended: no other address will come.
-        origin: how the ranks came here, for messages.
-        known: more facts of the attempt, as ``_meet_in`` takes them.
+        stays: whether the store stays open after the world (the address never changes).
+        known: further arguments of ``_meet_in``.
     """
     store = keep_store(address, make)
     try:
-        joined = _meet_in(store, rank, size, origin, terms, **known)
+        joined = _meet_in(store, rank, size, origin, init_arguments, **known)
     except BaseException:
         del store
         let_go(address)
@@ -333,45 +343,61 @@ def _meet_at(
     return joined if stays else replace(joined, leave=partial(let_go, address))
 
 
-def _meet_by_environment(surroundings: Surroundings, terms: Terms) -> Rendezvous:
-    launcher = surroundings.launcher
+def _meet_by_environment(
+    launch_environment: LaunchEnvironment, init_arguments: InitArguments
+) -> Rendezvous:
+    launcher = launch_environment.launcher
     origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
-    rank, size, local_rank = surroundings.rank, surroundings.size, surroundings.local_rank
-    directory = surroundings.directory
-    if surroundings.port is None and surroundings.is_one_host:
-        directory = directory_of_mpiexec(surroundings)
+    rank, size, local_rank = (
+        launch_environment.rank,
+        launch_environment.size,
+        launch_environment.local_rank,
+    )
+    directory = launch_environment.directory
+    if launch_environment.port is None and launch_environment.is_one_host:
+        directory = directory_of_mpiexec(launch_environment)
     if directory is not None:
-        path = os.path.join(directory, f"store at {surroundings.port or 'mpiexec'}")
-        return _meet_in_file(path, rank, size, origin, terms, local_rank=local_rank)
-    if surroundings.port is not None:
-        origin += f", store at {surroundings.address or 'rank 0'}, port {surroundings.port}"
-    address, make = place_by_environment(surroundings, terms.timeout)
+        path = os.path.join(directory, f"store at {launch_environment.port or 'mpiexec'}")
+        return _meet_in_file(path, rank, size, origin, init_arguments, local_rank=local_rank)
+    if launch_environment.port is not None:
+        origin += (
+            f", store at {launch_environment.address or 'rank 0'}, port {launch_environment.port}"
+        )
+    address, make = place_by_environment(launch_environment, init_arguments.timeout)
     return _meet_at(
         address,
         make,
         rank,
         size,
         origin,
-        terms,
+        init_arguments,
         stays=launcher != "env",
-        attempt=surroundings.attempt,
+        rendezvous_round=launch_environment.rendezvous_round,
         local_rank=local_rank,
         is_unique=launcher == "torchrun",
-        is_served_by_0=not surroundings.has_agent_store,
+        is_served_by_0=not launch_environment.has_agent_store,
     )
 
 
-def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: Terms) -> Rendezvous:
+def _meet_by_tcp(
+    url: SplitResult, rank: int, size: int, init_arguments: InitArguments
+) -> Rendezvous:
     address, port = _address_of(url)
     _check_size(url, rank, size)
 
     make = partial(
-        open_by_url, address, port, rank, size, terms.timeout, is_named=bool(terms.group_name)
+        open_by_url,
+        address,
+        port,
+        rank,
+        size,
+        init_arguments.timeout,
+        is_named=bool(init_arguments.group_name),
     )
     place = place_of(address, port)
-    is_served_by_0 = rank >= 0 and not terms.group_name
+    is_served_by_0 = rank >= 0 and not init_arguments.group_name
     origin = f"tcp://{url.netloc}"
-    return _meet_at(place, make, rank, size, origin, terms, is_served_by_0=is_served_by_0)
+    return _meet_at(place, make, rank, size, origin, init_arguments, is_served_by_0=is_served_by_0)
 
 
 def _address_of(url: SplitResult) -> tuple[str, int]:
@@ -379,7 +405,9 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
         address, port = url.hostname, url.port
     except ValueError as error:
         raise ArgumentError(
-            f"the URL has no valid port: {error}", where=url.geturl(), fix="tcp://127.0.0.1:29500"
+            f"the URL has no valid port: {error}",
+            where=url.geturl(),
+            fix="pass a port from 1 to 65535, for example tcp://127.0.0.1:29500",
         ) from None
     if not address or not port:
         raise ArgumentError(
@@ -391,18 +419,20 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
     number = find_number(address)
     if number is not None and number.is_multicast:
         raise ArgumentError(
-            f"{address} is a multicast address, which the old torch.distributed used to find ranks",
+            f"{address} is a multicast address, which only old torch.distributed supports",
             where=url.geturl(),
             expected="the address of the host of rank 0",
-            fix="tcp://HOST_OF_RANK_0:PORT with world_size=...; ranks may still be left out, and "
-            "are given in the order of arrival",
+            fix="pass tcp://HOST_OF_RANK_0:PORT and world_size=...; without rank=, ranks are "
+            "assigned in the order of arrival",
         )
     return address, port
 
 
-def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Rendezvous:
+def _meet_by_file(
+    url: SplitResult, rank: int, size: int, init_arguments: InitArguments
+) -> Rendezvous:
     path = _path_of(url, rank, size)
-    return _meet_in_file(path, rank, size, f"file://{path}", terms)
+    return _meet_in_file(path, rank, size, f"file://{path}", init_arguments)
 
 
 def _path_of(url: SplitResult, rank: int, size: int) -> str:
@@ -418,31 +448,35 @@ def _path_of(url: SplitResult, rank: int, size: int) -> str:
 
 
 def _meet_in_file(
-    path: str, rank: int, size: int, origin: str, terms: Terms, **known: Any
+    path: str, rank: int, size: int, origin: str, init_arguments: InitArguments, **known: Any
 ) -> Rendezvous:
-    return _meet_in(open_file(path, terms.timeout), rank, size, origin, terms, **known)
+    return _meet_in(
+        open_file(path, init_arguments.timeout), rank, size, origin, init_arguments, **known
+    )
 
 
 def _meet_by_handler(
-    url: SplitResult, rank: int, size: int, terms: Terms, more: Mapping[str, Any]
+    url: SplitResult, rank: int, size: int, init_arguments: InitArguments, more: Mapping[str, Any]
 ) -> Rendezvous:
     rest = [(name, text) for name, text in parse_qsl(url.query, True) if name not in _IN_QUERY]
     plain = url._replace(query=urlencode(rest)).geturl()  # torch adds rank and size itself
     try:
-        found = torch.distributed.rendezvous(plain, rank, size, timeout=terms.timeout, **more)
+        found = torch.distributed.rendezvous(
+            plain, rank, size, timeout=init_arguments.timeout, **more
+        )
     except (RuntimeError, AssertionError) as error:
         if "No rendezvous handler" not in str(error):
             raise
         own = "pass one of these, or call register_rendezvous_handler before init_process_group"
         raise RendezvousError(
-            f"no way to meet is known for {url.scheme}://"
+            f"no rendezvous handler is registered for {url.scheme}://"
             if url.scheme
-            else "no way to meet is known for an init_method without a scheme",
+            else "init_method has no scheme",
             where=f"init_method={url.geturl()!r}",
-            expected="env://, tcp://host:port, file:///path, or a scheme of your own",
+            expected="env://, tcp://host:port, file:///path, or the scheme of a registered handler",
             fix=own if url.scheme else f"pass init_method='file://{os.path.abspath(url.path)}'",
         ) from None
     store, rank, size = next(found)
-    joined = _meet_in(store, rank, size, f"{url.scheme}://", terms)
-    # The handler lives as long as the world: a generator may hold what its store needs.
+    joined = _meet_in(store, rank, size, f"{url.scheme}://", init_arguments)
+    # Keep the handler as long as the world: its generator may hold objects that the store needs.
     return replace(joined, leave=getattr(found, "close", joined.leave))

@@ -1,7 +1,7 @@
-"""Torch's stores, under their own names; a server on loopback alone.
+"""Host and connect to torch's stores; a server at a loopback address listens on loopback only.
 
-Torch's TCPStore listens on every interface, also at the address ``127.0.0.1``, unless it gets a
-socket that is bound already, as ``serve_store`` gives it.
+Torch's TCPStore listens on every interface, even for ``127.0.0.1``, unless it gets a bound socket,
+as from ``serve_store``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,8 +25,8 @@ from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room, name_locker, take_lock
-from ..runtime.whole_numbers import find_whole_number
-from .server_watch import wait_for_clients_at_end
+from ..runtime.integers import find_integer
+from .store_liveness import wait_for_clients_at_end
 
 __all__ = [
     "FileStore",
@@ -36,32 +37,32 @@ __all__ = [
 ]
 
 LEAST_STORE_TIMEOUT = timedelta(seconds=60)
-"""For a store's own waits and connections. Torch asks the name server for the name of every peer,
-which alone may take ten seconds when it does not answer, so that less could fail for nothing."""
+"""Minimum timeout of a store's own waits and connections: torch resolves the name of every peer,
+which can take ten seconds if the name server does not respond."""
 
 _BACKLOG = 4096
-# Measured in worlds of 1 to 5 ranks: what a process has open once it can communicate, and what the
-# process that serves the store has besides for each other rank: its requests, its alarm, and one
-# that comes first to see whether the store listens, or a copy of its alarm at the end. Groups count
-# their own as they open.
+# Measured in worlds of 1 to 5 ranks. A process that can communicate needs the first number of
+# descriptors. The store's host also needs, for each other rank, descriptors for its requests, its
+# alarm, and a first probe of the listener or a copy of its alarm at the end. Groups count theirs.
 _DESCRIPTORS = 16
 _DESCRIPTORS_TO_SERVE = 24
 _DESCRIPTORS_PER_CLIENT = 3
-_DESCRIPTORS_TO_CONNECT = 4  # some of them for a moment
-_MOST_DESCRIPTORS = (1 << 31) - 1  # C's int holds a descriptor
-_LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request
+_DESCRIPTORS_TO_CONNECT = 4  # some only briefly
+_MOST_DESCRIPTORS = (1 << 31) - 1  # descriptors are C ints
+_LONGEST_PAUSE_S = 0.2  # between connections, which cost rank 0's host more than requests
 _CONNECT_S = 5.0
 _SOUND = "sound"
-_MOST_DIGITS = 18  # which 64 bits hold
+_MOST_DIGITS = 18  # that fit in 64 bits
 CLOSING = "meshdist/closing"
-"""The key that a server sets before it closes a store to which it sees nobody connected."""
-_MOST_TRIES = 3  # to connect to a server that closes
+"""The key that a server sets before it closes a store without clients."""
+_MOST_RESETS = 3  # of connections to a server that has just closed
+_PAUSE_S = 0.02  # until the next try to connect to a closing server
 _ANSWER_S = 30.0
-"""How long a server that has accepted a connection may take to answer as a store does."""
+"""How long a server that has accepted a connection may take to respond as a store."""
 
 
 def find_number(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address that ``address`` writes in numbers; None for a name."""
+    """Return ``address`` as an IP address, or None for a host name."""
     try:
         return ipaddress.ip_address(address)
     except ValueError:
@@ -69,13 +70,13 @@ def find_number(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether ``address``, a name or a number, means this host by its loopback interface."""
+    """Return whether a name or IP address is a loopback address."""
     number = find_number(numeric_loopback(address))
     return number is not None and number.is_loopback
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this host from which it reaches ``host``; nothing is sent."""
+    """Return this host's address on the route to ``host``, without sending."""
     for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
@@ -84,12 +85,12 @@ def address_towards(host: str, port: int) -> str:
 
 
 def numeric_loopback(address: str) -> str:
-    """Return ``address``, or 127.0.0.1 for the name localhost, which may have two numbers."""
+    """Return ``address``, or 127.0.0.1 for localhost, which may resolve to two addresses."""
     return "127.0.0.1" if address == "localhost" else address
 
 
 def bind_listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at ``address``; None where that is no address of this host.
+    """Return a socket listening at ``address``, or None if this host has no such address.
 
     Args:
         port: 0 takes any free port.
@@ -109,25 +110,25 @@ def bind_listener(address: str, port: int) -> socket.socket | None:
         raise RendezvousError(
             f"rank 0 cannot listen on {address}, port {port}: {error.strerror or error}",
             where=f"host {socket.gethostname()}",
-            expected="a port that nobody uses",
-            fix="choose another port (MASTER_PORT, or the one in the URL), end the job that "
-            "holds it, or let `meshdist run -n 4 script.py` choose one",
+            expected="a free port",
+            fix="use another port (MASTER_PORT, or the one in the URL), stop the job that uses "
+            "this port, or start with `meshdist run -n 4 script.py`, which picks a free port",
         ) from None
 
 
 def unknown_address(address: str, error: Exception) -> RendezvousError:
-    """Return the error for a host name that has no address here."""
+    """Return the error for an unresolvable host name."""
     return RendezvousError(
-        f"no host is known by the name {address!r}: {error}",
+        f"cannot resolve the host name {address!r}: {error}",
         where=f"host {socket.gethostname()}",
-        expected="the name or the number of the host of rank 0",
+        expected="the name or IP address of rank 0's host",
         fix="set MASTER_ADDR (or the host in the URL) to an address that every host can reach",
     )
 
 
 def inherited_listener(descriptor: str | None, port: int) -> socket.socket | None:
-    """Return the launcher's socket ``descriptor``, listening, if bound to ``port``; else None."""
-    number = find_whole_number(descriptor or "", most=_MOST_DESCRIPTORS)
+    """Return the launcher's socket ``descriptor``, listening, or None if not bound to ``port``."""
+    number = find_integer(descriptor or "", most=_MOST_DESCRIPTORS)
     if number is None:
         return None
     try:
@@ -136,21 +137,21 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
         return None
     try:
         inherited = socket.socket(fileno=duplicate)
-    except OSError:  # not socket.fromfd, which would leave the duplicate open then
+    except OSError:  # socket.fromfd would leak the duplicate here
         os.close(duplicate)
         return None
     with suppress(OSError, IndexError):  # some other file may have the number now
         is_free = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
         if inherited.getsockname()[1] == port and is_free:
             inherited.listen(_BACKLOG)
-            os.close(number)  # the duplicate serves from now on, and no child inherits it
+            os.close(number)  # use the duplicate, which children do not inherit
             return inherited
     inherited.close()
     return None
 
 
 class NamedPrefixStore(PrefixStore):
-    """A PrefixStore whose ``prefix`` can be read, as that of torch's own class cannot."""
+    """PrefixStore with a readable ``prefix``, unlike torch's own class."""
 
     def __init__(self, prefix: str, store: Store) -> None:
         super().__init__(prefix, store)
@@ -158,7 +159,7 @@ class NamedPrefixStore(PrefixStore):
 
 
 class ServedStore(TCPStore):
-    """A store whose server runs in this process."""
+    """TCPStore whose server runs in this process."""
 
     is_served_here = True
 
@@ -166,17 +167,17 @@ class ServedStore(TCPStore):
 def serve_store(
     listener: socket.socket | None, address: str, port: int, timeout: timedelta
 ) -> ServedStore:
-    """Return a store whose server runs in this process and listens on ``listener`` alone.
+    """Return a store whose server runs in this process and listens only on ``listener``.
 
     Args:
-        listener: taken over; None lets the server listen on every interface, at ``port``.
-        timeout: how long this process waits at its end for others that need the store.
+        listener: a socket, owned by the store from now on; None listens on all interfaces.
+        timeout: how long this process waits at its end for the store's clients.
     """
     asked, is_given = address, listener is not None
     if listener is None:
         listener = bind_listener("::" if socket.has_dualstack_ipv6() else "0.0.0.0", port)
-        assert listener is not None  # every host has these
-        address = "127.0.0.1"  # of this process's own handle
+        assert listener is not None  # every host has these addresses
+        address = "127.0.0.1"  # for this process's own client
     bound, port = listener.getsockname()[:2]
     address = address if bound in ("0.0.0.0", "::") else bound
     limit = max(timeout, LEAST_STORE_TIMEOUT)
@@ -192,75 +193,84 @@ def serve_store(
 
 def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta) -> None:
     """Raise RendezvousError unless a client at ``address`` reaches this process's ``store``."""
-    # A router or a proxy may lead here from an address that no interface of this host has.
+    # A router or proxy may forward an address that no interface of this host has.
     key = f"meshdist/reached/{secrets.token_hex(8)}"
     store.set(key, "")
     try:
         found = connect_store(address, port, min(timeout, timedelta(seconds=_CONNECT_S)))
         reason = "" if found.check([key]) else "another store answers there"
     except (RendezvousError, RuntimeError) as error:
-        reason = first_line(error).removeprefix("rank 0 has not joined: ")
+        reason = first_line(error).removeprefix("cannot reach rank 0: ")
     store.delete_key(key)
     if reason:
         raise RendezvousError(
             f"rank 0 cannot be reached at {address}, port {port}",
             where=f"host {socket.gethostname()}",
-            expected="an address of the host of rank 0",
+            expected="an address of rank 0's host",
             found=reason,
-            fix="set MASTER_ADDR (or the host in the URL) to the name or the number of this host, "
-            "or start the program so that rank 0 runs on that one",
+            fix="set MASTER_ADDR (or the host in the URL) to the name or IP address of this host, "
+            "or start rank 0 on the host with that address",
         )
 
 
-def connect_store(address: str, port: int, timeout: timedelta, try_number: int = 1) -> TCPStore:
-    """Return a client of the store at ``address`` once it listens; try again if it is closing."""
-    host, deadline = numeric_loopback(address), Deadline(timeout)
-    _wait_for_listener(host, port, timeout)
+def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Return a client of the store at ``address`` once it listens and is not about to close."""
+    host, deadline, num_resets = numeric_loopback(address), Deadline(timeout), 0
+    while True:
+        _wait_for_listener(host, port, timeout, deadline)
+        found = _try_to_connect(host, port, timeout)
+        if isinstance(found, TCPStore):
+            return found
+        num_resets += isinstance(found, DistNetworkError)
+        can_retry = isinstance(found, _Closing) or 0 < num_resets < _MOST_RESETS
+        if not can_retry or deadline.is_over:
+            break
+        time.sleep(_PAUSE_S)
+    raise RendezvousError(
+        f"the service at {address}, port {port} does not respond as a store",
+        where=f"host {socket.gethostname()}, process {os.getpid()}",
+        expected="the store of rank 0",
+        found=first_line(found),
+        fix="use a port that no other service uses (MASTER_PORT, or the one in the URL), and "
+        "check that rank 0 is running",
+    )
+
+
+class _Closing(RuntimeError):
+    """The server is about to close its store, which no process uses."""
+
+
+def _try_to_connect(host: str, port: int, timeout: timedelta) -> TCPStore | RuntimeError:
+    """Return a client of the listening store, or the reason why none."""
     outcome: list[TCPStore | RuntimeError] = []
-    is_closing: list[bool] = []
 
     def connect() -> None:
         try:
             patience = max(timeout, LEAST_STORE_TIMEOUT)
             found = TCPStore(host, port, None, False, patience, wait_for_workers=False)
-            is_closing.append(found.check([CLOSING]))
-            outcome.append(found)
+            is_closing = found.check([CLOSING])
+            outcome.append(_Closing("it keeps closing") if is_closing else found)
         except RuntimeError as error:
-            is_closing.append(isinstance(error, DistNetworkError))
             outcome.append(error)
 
-    # Torch waits without end for the first answer from that port: a thread does the waiting, so
-    # that this one can stop.
+    # Torch waits for the first answer without a timeout, so connect in a thread that can be
+    # abandoned.
     client = threading.Thread(target=connect, name="meshdist-connect", daemon=True)
     client.start()
     limit_s = min(_ANSWER_S, timeout.total_seconds())
     client.join(limit_s)
-    found = outcome[0] if outcome else None
-    if found is not None and is_closing[0] and try_number < _MOST_TRIES and not deadline.is_over:
-        del found, outcome[:]
-        return connect_store(address, port, timedelta(seconds=deadline.left_s), try_number + 1)
-    if isinstance(found, TCPStore):
-        return found
-    reason = "" if found is None else f": {first_line(found)}"
-    silent = f"nothing has come back in {limit_s:g} s: another service, or rank 0 is stopped"
-    raise RendezvousError(
-        f"what listens on {address}, port {port} does not answer as a store{reason}",
-        where=f"host {socket.gethostname()}, process {os.getpid()}",
-        expected="the store of rank 0",
-        found="" if found is not None else silent,
-        fix="choose a port that no other service uses (MASTER_PORT, or the one in the URL), and "
-        "see that rank 0 runs",
-    )
+    silent = f"no response in {limit_s:g} s: it is another service, or rank 0 is stopped"
+    return outcome[0] if outcome else RuntimeError(silent)
 
 
 def open_file(path: str, timeout: timedelta, num_users: int = -1) -> FileStore:
-    """Return the store in the file at ``path``, made where absent; raise for other content.
+    """Return the store in the file at ``path``, creating it; raise for other content.
 
     Args:
-        num_users: the last of so many processes removes the file; -1: no process does, since
-            another process may just begin a world in it.
+        num_users: the last of this many processes removes the file; -1 if none may, because another
+            process may be initializing in it.
     """
-    # Torch reads a damaged file, or waits for one that is locked, for ever, with the GIL.
+    # Torch would hold the GIL forever while it reads a damaged file or waits for a locked file.
     try:
         found = wait_until(lambda: _find_damage(path), Deadline(timeout))
         reason = found or f"{name_locker(path)} keeps it locked"
@@ -269,21 +279,21 @@ def open_file(path: str, timeout: timedelta, num_users: int = -1) -> FileStore:
     except (OSError, ValueError) as error:
         reason = first_line(error)
     raise RendezvousError(
-        f"the file of the store cannot be used: {reason}",
+        f"cannot use the store's file: {reason}",
         where=f"{path}; host {socket.gethostname()}, process {os.getpid()}",
         expected="a path in an existing directory on a file system that all ranks share; the file "
-        "is absent or empty, or an earlier job met in it",
+        "is absent, empty, or left by an earlier job",
         fix="pass another path, or remove the file if no other job uses it",
     )
 
 
 def _find_damage(path: str) -> str | None:
     """Return the damage of a FileStore's file, or ``_SOUND``; None while it is locked."""
-    # What is no file, a pipe for example, must not keep this process waiting.
+    # Opening a non-file, for example a pipe, must not block.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
     with os.fdopen(os.open(path, flags, 0o600), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return "it is no regular file"
+            return "it is not a regular file"
         if not take_lock(file.fileno()):
             return None
         data = file.read()
@@ -293,16 +303,15 @@ def _find_damage(path: str) -> str | None:
         position = begin + int.from_bytes(data[position:begin], sys.byteorder)
         texts.append(data[begin:position])
     pairs = zip(texts[::2], texts[1::2], strict=False)
-    # What torch counts its users by, also when it destroys the object, where errors are fatal.
-    # Other keys begin with "/", or with "-" where they are deleted.
+    # Torch's user counts, which it also reads in the destructor, where errors are fatal. Other keys
+    # begin with "/", deleted ones with "-".
     counts = [value for key, value in pairs if not key.startswith((b"/", b"-"))]
     are_counts = all(count.isdigit() and len(count) <= _MOST_DIGITS for count in counts)
     is_whole = position == len(data) and len(texts) % 2 == 0
     return _SOUND if is_whole and are_counts else "it is damaged"
 
 
-def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
-    deadline = Deadline(timeout)
+def _wait_for_listener(host: str, port: int, timeout: timedelta, deadline: Deadline) -> None:
     reason = ""
 
     def is_listening() -> bool:
@@ -319,49 +328,49 @@ def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
 
     if not wait_until(is_listening, deadline, longest_pause_s=_LONGEST_PAUSE_S):
         raise RendezvousError(
-            f"rank 0 has not joined: nobody listens on {host}, port {port} "
+            f"cannot reach rank 0: no process listens on {host}, port {port} "
             f"after {timeout.total_seconds():g} s ({reason})",
             where=f"host {socket.gethostname()}, process {os.getpid()}",
-            expected="rank 0, which serves the store at this address",
-            fix="look at the output of rank 0; check that every rank has the same "
-            "MASTER_ADDR and MASTER_PORT (or URL), and that a firewall lets the port pass",
+            expected="rank 0 to host the store at this address",
+            fix="check the output of rank 0 for a failure, that every rank has the same "
+            "MASTER_ADDR and MASTER_PORT (or URL), and that no firewall blocks the port",
         )
 
 
 def check_can_join() -> None:
-    """Raise RendezvousError where this process can open too few files to be in a world."""
+    """Raise RendezvousError if this process cannot open enough files to join a world."""
     _check_descriptors(_DESCRIPTORS, "join a world")
 
 
 def check_can_serve(size: int) -> None:
-    """Raise RendezvousError where this process can open too few files to serve a store."""
+    """Raise RendezvousError if it cannot open enough files to host a store."""
     num_needed = _DESCRIPTORS_TO_SERVE + _DESCRIPTORS_PER_CLIENT * (size - 1)
-    _check_descriptors(num_needed, f"serve the store of {size} ranks")
+    _check_descriptors(num_needed, f"host the store of {size} ranks")
 
 
 def _check_descriptors(num_needed: int, purpose: str) -> None:
     if lack := make_descriptor_room(num_needed):
         raise RendezvousError(
-            f"this process can open too few files and sockets to {purpose}",
+            f"this process cannot open enough files and sockets to {purpose}",
             where=f"process {os.getpid()}",
-            expected=f"room for {num_needed} more",
+            expected=f"{num_needed} free file descriptors",
             found=lack,
             fix=MORE_DESCRIPTORS,
         )
 
 
 def root_of(store: Store) -> Store:
-    """Return the store under all prefixes."""
+    """Return the store below all PrefixStores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
 def cloned(store: Any) -> Store:
-    """Return the store by a new connection; raise StoreError if no file descriptor is free."""
-    if lack := make_descriptor_room(_DESCRIPTORS_TO_CONNECT):  # torch would try for a minute
+    """Return the store on a new connection; raise StoreError without free descriptors."""
+    if lack := make_descriptor_room(_DESCRIPTORS_TO_CONNECT):  # torch would retry for a minute
         raise StoreError(
-            "there is no room for another connection to the store",
+            "cannot open another connection to the store: too few file descriptors are free",
             where=f"process {os.getpid()}",
             found=lack,
             fix=MORE_DESCRIPTORS,

@@ -1,8 +1,7 @@
-"""The world: all ranks of one job, and which world is in force here.
+"""Hold the current world, which is the set of all ranks of a job.
 
-A process has at most one world, seen by all its threads (data loaders and autograd included).
-A simulated rank overrides it for its own thread through a context variable. There is no other
-state.
+A process has at most one world, shared by all its threads (including data loaders and autograd). A
+simulated rank overrides it for its thread with a context variable.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from torch.distributed import Store, distributed_c10d
 
 from ..errors import GroupClosedError, NotInitializedError, WorldError
 from ..runtime.hosts import handled_here, num_forks
-from .bounded_store import BoundedStore
-from .engines import find_engine
-from .environments import find_place, find_stray, ways_to_start
+from .launch_environment import find_place, find_stray, ways_to_start
+from .schedulers import find_scheduler
+from .timeout_store import TimeoutStore
 
 __all__ = [
     "World",
@@ -36,21 +35,20 @@ _MOST_KEPT = 4096
 
 
 class Caches:
-    """Objects that other modules keep for a mesh, or for a world, found by type and key."""
+    """Cache of objects that other modules attach to a mesh or a world, by type and key."""
 
     def __init__(self) -> None:
         self.kept: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)
 
     def find(self, kind: type[T], key: Hashable) -> T | None:
-        """Return the object stored under a type and a key, or None."""
         try:
             found: T | None = self.kept[kind].get(key)
-        except TypeError:  # no hash: what is made with such a key refuses it in better words
+        except TypeError:  # not hashable: the constructor raises a better error
             return None
         return found
 
     def keep(self, kind: type[T], key: Hashable, value: T) -> T:
-        """Store ``value`` by ``kind`` and ``key``, emptying a full cache; return ``value``."""
+        """Store ``value`` under ``kind`` and ``key``, clearing a full cache; return ``value``."""
         kept = self.kept[kind]
         if len(kept) >= _MOST_KEPT:
             kept.clear()
@@ -58,37 +56,33 @@ class Caches:
         return value
 
     def of(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """Return the only object of type ``kind``, made by ``make`` or ``kind()`` at first use."""
+        """Return the only object of type ``kind``; create it with ``make`` if needed."""
         found = self.find(kind, None)
         return self.keep(kind, None, (make or kind)()) if found is None else found
 
 
 class Closable(Protocol):
-    """An object that modules above keep in a world: the registry, or the group of all ranks."""
+    """An object that higher modules attach to a world: its registry or group of all ranks."""
 
     def close(self) -> None:
-        """End this rank's part in the object."""
+        """Close the object on this rank."""
 
 
 @dataclass(eq=False)
 class World:
-    """All ranks of one job, as one of them sees it.
+    """All ranks of one job, seen from one rank.
 
     Args:
-        rank: this rank, from 0.
-        size: how many ranks there are.
-        store: the store that all ranks share, its keys private to this world.
-        given_torch_store: as ``make_torch_store``; None lets it return ``store``.
+        store: the store that all ranks share, with keys private to this world.
+        given_torch_store: the implementation of ``make_torch_store``; None returns ``store``.
         handle: makes the requests to the store; None for simulated ranks.
-        server: the rank whose process serves the store; None where no rank does.
-        backends: the wire that serves each device type, for example ``{"cpu": "gloo"}``.
-        timeout: how long a verb may wait; None takes the wire's default.
-        local_rank: this rank among those of its host.
-        local_size: how many ranks its host has.
-        hosts: the number of each rank's host, counted by first appearance; () for one host.
-        origin: how the world came to be, for messages ("env://", "simulated", ...).
-        options: what the caller gave for the wire (torch's options classes), or None.
-        device: the device bound to this rank, or None.
+        server: the rank that hosts the store; None if no rank does.
+        backends: the backend of each device type, for example ``{"cpu": "gloo"}``.
+        timeout: the timeout of collectives; None uses the backend's default.
+        local_rank: this rank's number within its host.
+        hosts: each rank's host number, in the order of first appearance; () for one host.
+        origin: how the world was created, for messages ("env://", "simulated", ...).
+        options: the caller's backend options (torch's classes), or None.
     """
 
     rank: int
@@ -103,46 +97,45 @@ class World:
     options: Any = None
     device: Any = None
     given_torch_store: Callable[[], Store] | None = None
-    handle: BoundedStore | None = None
+    handle: TimeoutStore | None = None
     server: int | None = None
-    chooses_wires: bool = False
-    """Whether no wire was named, so that another may serve where the best cannot."""
+    chooses_backends: bool = False
+    """Whether the caller named no backend, so that meshdist may fall back to another one."""
     compared: dict[str, str] | None = None
-    """The gradients of simulated ranks to compare, which share them; else None."""
+    """The gradients to compare, shared by simulated ranks; None for processes."""
     num_compared: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
-    """How many gradients this rank, a process, has compared, by call, shape and dtype."""
+    """The number of gradients that this process has compared, by call, shape and dtype."""
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
     is_closed: bool = field(default=False, init=False)
     find_adopted: Callable[[], Store | None] | None = None
-    """Returns the store of torch.distributed's world as long as it lives, where it was adopted."""
+    """Returns the store of the reused torch.distributed world while that world exists."""
     handled_before: int = field(default_factory=handled_here, init=False, repr=False)
-    """The exception in whose handler this world was made, which does not end it."""
+    """The exception being handled when this world was created; it does not end the world."""
     is_adopted: bool = field(default=False, init=False)
-    """Whether init_process_group was called in this world of simulated ranks."""
+    """Whether init_process_group was called on simulated ranks of this world."""
     first_touch: str = field(default="", init=False)
-    """The site of the verb or mesh that made this world; "" where init_process_group did, or has
-    taken it over."""
+    """The call site that initialized this world lazily; "" after init_process_group."""
     closers: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
-    """Called in reverse order when the world closes."""
+    """Functions to call in reverse order when the world closes."""
     kept: list[object] = field(default_factory=list, init=False, repr=False)
-    """The stores under ``store``, which a PrefixStore does not keep alive by itself."""
+    """The stores below ``store``, which a PrefixStore does not keep alive."""
     axis_layouts: dict[str, set[Any]] = field(default_factory=dict, init=False, repr=False)
-    """Of all meshes that this rank has made in it, the layouts that have an axis of this name."""
+    """The layouts with each axis name, of all meshes that this rank has created."""
     open_layouts: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
-    """How many meshes of each layout this rank has made with open groups, and not closed."""
+    """The number of open meshes of each layout on this rank."""
     averaged: set[frozenset[int]] = field(default_factory=set, init=False, repr=False)
-    """The sets of ranks over which wrappers of this rank average gradients."""
+    """The sets of ranks over which DDP wrappers of this rank average gradients."""
     complete: tuple[int, tuple[int, ...], str] = field(default=(-1, (), ""), init=False, repr=False)
-    """The last backward that came to a complete loss, its ranks and place: ``linear_function``."""
-    latest_signal: int = field(default=0, init=False, repr=False)
-    """The last signal's number that this rank has seen or posted (``groups.signals``)."""
+    """The last backward from a complete loss, its ranks and its place (``linear_function``)."""
+    latest_control_message: int = field(default=0, init=False, repr=False)
+    """The number of the last control message seen or posted (``groups.control_messages``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)
-    """This rank's communicators (``groups.communicators``), made at first use."""
+    """This rank's communicators (``groups.communicators``), created on first use."""
     group: Closable | None = field(default=None, init=False, repr=False)
-    """The group of all ranks (``groups.process_group``), made at first use."""
+    """The group of all ranks (``groups.process_group``), created on first use."""
     saves: Any = field(default=None, init=False, repr=False)
-    """The checkpoints that threads of this rank write (``checkpoint.pending_saves``)."""
+    """The checkpoints that threads of this rank are writing (``checkpoint.pending_saves``)."""
     _num_forks: int = field(default_factory=num_forks, init=False, repr=False)
     _counts: Counter[Hashable] = field(default_factory=Counter, init=False, repr=False)
     _counting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -151,14 +144,14 @@ class World:
         self.hosts = self.hosts or (0,) * self.size
 
     def note_mesh(self, layout: Any, *, is_open: bool) -> None:
-        """Note the layout of a mesh that this rank has made."""
+        """Record the layout of a mesh that this rank has created."""
         for axis in layout.names or ():
             self.axis_layouts.setdefault(axis, set()).add(layout)
         self.open_layouts[layout] += is_open
 
     @property
     def is_orphan(self) -> bool:
-        """Return whether torch.distributed has ended the world of which this was adopted."""
+        """Return whether torch.distributed has destroyed the world that this world reuses."""
         if self.find_adopted is None:
             return False
         is_there = torch_distributed.is_initialized()
@@ -166,68 +159,63 @@ class World:
 
     @property
     def is_one_host(self) -> bool:
-        """Return whether all ranks run on one host."""
         return len(set(self.hosts)) == 1
 
     @property
     def has_processes(self) -> bool:
-        """Return whether other ranks are other processes."""
         return self.size > 1 and not self.is_simulated
 
     @property
     def is_simulated(self) -> bool:
-        """Return whether its ranks are simulated, all in this process."""
         return self.origin == "simulated"
 
     def make_torch_store(self) -> Store:
-        """Return the store on a connection of its own, for torch's classes, which have threads."""
+        """Return a separate connection to the store, for torch's threads."""
         return self.store if self.given_torch_store is None else self.given_torch_store()
 
     def num_here(self, ranks: tuple[int, ...]) -> int:
-        """Return how many of ``ranks`` run on this rank's host."""
         return sum(self.hosts[rank] == self.hosts[self.rank] for rank in ranks)
 
     def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether some of ``ranks`` run on different hosts."""
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def next_number(self, call: Hashable) -> int:
-        """Return 1, 2, 3, ...: how often this rank has come to ``call``, now included.
+        """Return 1, 2, 3, ...: how often this rank has reached ``call``.
 
-        Ranks that come to equal calls in the same order get equal numbers.
+        Ranks that make equal calls in the same order get equal numbers.
         """
         with self._counting:
             self._counts[call] += 1
             return self._counts[call]
 
     def check_usable(self) -> None:
-        """Raise unless this process owns the world and it is still open."""
+        """Raise unless this process owns the world and the world is open."""
         if self._num_forks != num_forks():
             raise WorldError(
                 "a forked child cannot communicate in its parent's world",
                 where=f"process {os.getpid()}, forked from rank {self.rank} "
                 f"(process {self.process_id})",
-                expected="verbs in the process that called init_process_group",
-                fix="start the child with the start method 'spawn', or let it only read "
-                "get_rank() and get_world_size()",
+                expected="collectives in the process that called init_process_group",
+                fix="start the child with the start method 'spawn', or call only get_rank() and "
+                "get_world_size() in it",
             )
         if self.is_closed and self.is_simulated and _of_context.get() is None:
             raise GroupClosedError(
                 "the simulated ranks of this world have ended: simulate has returned",
                 where=f"rank {self.rank} of {self.size}",
-                expected="calls that communicate inside of the function that simulate calls",
-                fix="communicate there, and return the whole, x.reshard(md.P()). What "
-                "a rank held can still be read: x.local, x.shape, x.sharding, x.visualize()",
+                expected="communication only inside the function that simulate runs",
+                fix="communicate there, and return the global array, x.reshard(md.P()). You can "
+                "still read x.local, x.shape, x.sharding and x.visualize()",
             )
         if self.is_closed:
             raise GroupClosedError(
                 "the world was closed",
                 where=f"rank {self.rank} of {self.size}",
-                fix="call init_process_group again before the next verb",
+                fix="call init_process_group again before the next collective",
             )
 
     def close(self) -> None:
-        """Run the closers, last first; a second call does nothing."""
+        """Run the closers in reverse order; a second call does nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -235,13 +223,13 @@ class World:
         while self.closers:
             try:
                 self.closers.pop()()
-            except Exception as failure:  # every closer runs, the first failure is raised
+            except Exception as failure:  # run every closer, then raise the first failure
                 failures.append(failure)
         try:
             if failures:
                 raise failures[0]
         finally:
-            failures.clear()  # else this frame would hold the failure, which holds this frame
+            failures.clear()  # break the reference cycle between frame and failure
 
     def __enter__(self) -> World:
         return self
@@ -253,35 +241,33 @@ class World:
 
 _of_process: list[World | None] = [None]
 _group_of_process: list[Closable | None] = [None]
-"""The group of all ranks of that world, once it is made."""
+"""The group of all ranks of the process's world, once it is created."""
 _forks_at_world: int | None = None
-"""``num_forks()`` as this process got its last world; None, or another number, before its first."""
+"""``num_forks()`` when this process got its last world; different or None before the first."""
 _join: Callable[[], None] | None = None
-"""Makes the world of this process at its first touch; given by the module that can."""
+"""Initializes this process's world on first use; set by ``join_by``."""
 _of_context: ContextVar[World | None] = ContextVar("meshdist_world", default=None)
 _used_contexts: list[ContextVar[World | None]] = []
-"""``_of_context``, once any thread has a world of its own: till then no call need ask it."""
+"""Contains ``_of_context`` once any thread has its own world; until then calls can skip it."""
 
 
 def live_lists_of_worlds() -> tuple[list[ContextVar[World | None]], list[Closable | None]]:
-    """Return, as live lists, the worlds' ContextVar, if used, and the process's group."""
+    """Return live lists of the worlds' ContextVar, if used, and the process's group."""
     return _used_contexts, _group_of_process
 
 
 def give_group(world: World, group: Closable) -> None:
-    """Set the group of all ranks of ``world``."""
     world.group = group
     if _of_process[0] is world:
         _group_of_process[0] = group
 
 
 def find_world() -> World | None:
-    """Return the world in force, or None."""
     return _of_context.get() or _of_process[0]
 
 
 def get_world() -> World:
-    """Return the world in force; raise NotInitializedError where there is none."""
+    """Return the current world; raise NotInitializedError if there is none."""
     world = _of_context.get() or _of_process[0]
     if world is None or world.is_closed:
         raise _no_world()
@@ -292,25 +278,30 @@ def _no_world() -> NotInitializedError:
     expected, found = "init_process_group(...) before this call", ""
     if _is_past_first_touch():
         found = "the world of this process was closed"
-        fix = "call init_process_group() again before the next verb"
+        fix = "call init_process_group() again before the next collective"
     elif torch_distributed.is_initialized():
-        found = "a world of torch.distributed, which no verb adopts by itself"
-        fix = "call meshdist.init_process_group() on every rank of it, which adopts that world"
+        found = "a process group of torch.distributed, which collectives do not reuse by themselves"
+        fix = "call meshdist.init_process_group() on every rank, which reuses that process group"
     elif find_place(os.environ) is not None:
-        found = "a process that a launcher started, and that has not joined the others yet"
-        fix = "call init_process_group() before, or a verb, or make a mesh: each of them joins"
-    elif (engine := find_engine(os.environ)) is not None:
-        found = f"a worker of {engine.name}, which tells it no rank"
-        fix = engine.fix
+        found = "a process that a launcher started and that is not initialized yet"
+        fix = "call init_process_group() or a collective, or create a mesh, before this call"
+    elif (scheduler := find_scheduler(os.environ)) is not None:
+        found = f"a worker of {scheduler.name}, which does not assign ranks"
+        fix = scheduler.fix
     else:
-        expected = "a launcher, whose processes join at their first verb or mesh; or " + expected
+        expected = (
+            "a launcher, whose processes initialize at their first collective or mesh; or "
+            + expected
+        )
         command, fix = ways_to_start()[0], "call it under meshdist.simulate(fn, 4)"
         if command.startswith("meshdist run"):
             fix = f"start the program with `{command}`, or {fix}"
     return NotInitializedError(
-        "there is no world: the process group has not been initialized",
+        "the process group has not been initialized",
         expected=expected,
-        found=found or find_stray(os.environ) or "neither a world nor a launcher's variables",
+        found=found
+        or find_stray(os.environ)
+        or "neither a process group nor a launcher's variables",
         fix=fix,
     )
 
@@ -320,7 +311,7 @@ def _is_past_first_touch() -> bool:
 
 
 def find_unjoined_place() -> tuple[int, int] | None:
-    """Return the rank and size that this process will have; None once it joined, or if unknown."""
+    """Return this process's future rank and size; None if initialized or unknown."""
     if find_world() is not None or _is_past_first_touch():
         return None
     if torch_distributed.is_initialized():
@@ -329,13 +320,13 @@ def find_unjoined_place() -> tuple[int, int] | None:
 
 
 def join_by(join: Callable[[], None]) -> None:
-    """Let ``join`` make the world at the first verb of a process that a launcher started."""
+    """Set ``join`` to initialize the world at the first collective of a launched process."""
     global _join
     _join = join
 
 
 def get_usable_world() -> World:
-    """Return the world in force, open and owned by this process; a launched process joins here."""
+    """Return the current world after checks; initialize it first in a launched process."""
     world = _of_context.get() or _of_process[0]
     if world is None or world.is_closed or world._num_forks != num_forks():
         if world is None and _join is not None:
@@ -346,34 +337,33 @@ def get_usable_world() -> World:
 
 
 def install_world(world: World) -> None:
-    """Make ``world`` the process's world; raise WorldError where the process has a world."""
+    """Set the process's world; raise WorldError if it already has a world."""
     global _forks_at_world
     former = _of_process[0]
     if former is not None:
         raise WorldError(
-            "the process group is initialized already",
+            "the process group is already initialized",
             where=f"rank {former.rank} of {former.size}, from {former.origin}",
-            fix="call destroy_process_group() first, or drop the second init_process_group",
+            fix="call destroy_process_group() first, or remove the second init_process_group",
         )
     _of_process[0], _forks_at_world = world, num_forks()
     _group_of_process[0] = world.group
 
 
 def remove_world(world: World) -> None:
-    """Clear this process's world, if it is ``world``."""
     if _of_process[0] is world:
         _of_process[0] = _group_of_process[0] = None
 
 
 def enter_world(world: World) -> None:
-    """Put ``world`` in force for this thread (a simulated rank), in place of a closed world."""
+    """Set this thread's world (a simulated rank), replacing a closed world."""
     _used_contexts[:] = [_of_context]
     _of_context.set(world)
 
 
 @contextmanager
 def world_here(world: World | None) -> Iterator[None]:
-    """Put ``world`` in force for this thread (a simulated rank) while the context lasts."""
+    """Set this thread's world (a simulated rank) inside the context."""
     _used_contexts[:] = [_of_context]
     token = _of_context.set(world)
     try:

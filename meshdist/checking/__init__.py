@@ -1,1 +1,1 @@
-"""Calls as they are noted, compared between members, and reported."""
+"""Record calls, compare them between ranks, and report them."""

@@ -1,8 +1,7 @@
-"""One record of what is called, kept once; a note of each time that it is; a record of its group.
+"""Describe calls of collectives: the call, a record of each time it is made, and its group.
 
-Programs repeat their calls, so equal calls are one object, whose fingerprint is computed once. The
-recorder and the native core keep notes of them; the comparisons read them (in the header table, by
-a round, on simulated ranks, inside torch's groups), and so do works and errors.
+Equal calls share one object, whose fingerprint is computed once. The recorder and the native core
+keep records of calls; comparisons, works and errors read them.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from zlib import crc32
 import torch
 
 from ..dtypes import dtype_name
+from ..operation_table import OBJECT_OPERATIONS, SENDING_OPERATIONS
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..verb_table import OBJECT_VERBS, SENDING_VERBS
-from .program import place_text
+from .call_sites import place_text
 
 _MOST_CALLS = 4096
 _LOW = 0xFFFFFFFF
@@ -30,77 +29,72 @@ _SUM = ReduceOp.SUM
 _SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
 
 Data: TypeAlias = "tuple[Any, ...] | None"
-"""The shape and dtype of a tensor, a tuple of such for a list of tensors, or None."""
+"""The shape and dtype of a tensor, a tuple of them for a list of tensors, or None."""
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor] | None
-"""The data of a call: a tensor, a list of such, or nothing."""
+"""The data of a call: a tensor, a list of tensors, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """The facts of a group that messages show, as one of its members sees the group.
+    """The facts of a group that messages show.
 
     Args:
-        name: what messages call the group.
-        ranks: the members' global ranks, in group order.
-        rank: this member's place among them.
-        label: of the communicator, equal on all members; "" for none.
-        wire: the name of its wire.
-        timeout: how long a verb may wait.
+        ranks: the global ranks, in group order.
+        rank: this rank's group rank.
+        label: the communicator's label, equal on every rank; "" for none.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     label: str = ""
-    wire: str = ""
+    backend: str = ""
     timeout: timedelta = timedelta()
 
     @property
     def here(self) -> str:
-        """The text "rank N", with this member's global rank."""
         return f"rank {self.ranks[self.rank]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A verb, and all that is equal each time that it is called so; ``get_call`` finds it.
+    """A collective with its arguments, shared by equal calls; ``get_call`` finds it.
 
     Args:
-        verb: its public name.
-        data: the shapes and dtypes of what it is called on.
-        op_number: the number of its reduction; None where it does not reduce.
-        root: the place of its source or destination in the group; None where it has none.
-        title: what the verb is a part of, equal on all members; "" where it stands for itself.
-        is_uneven: whether members may differ in how many elements go to and come from each.
-        layouts: how the tensors lie in memory, where that must be equal on all members; else ().
-        peer: of a message, the place of the other member; None: any.
-        tag: of a message; None: it is a collective.
+        operation: its public name.
+        data: its tensors' shapes and dtypes.
+        op_number: its reduction's number, or None.
+        root: the group rank of its source or destination, or None.
+        op_name: equal on every rank; "" for a direct call.
+        is_uneven: whether the sizes sent and received may differ between ranks.
+        layouts: memory layouts that must be equal on every rank; else ().
+        peer: for a message, the other side's group rank; None for any.
+        tag: a message's tag; None for a collective.
     """
 
-    verb: str
+    operation: str
     data: Data
     op_number: int | None = None
     root: int | None = None
-    title: str = ""
+    op_name: str = ""
     is_uneven: bool = False
     layouts: tuple[Any, ...] = ()
     peer: int | None = None
     tag: int | None = None
     header: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """The numbers that must be equal on all members, or on both sides of a message."""
+    """The numbers that must be equal on every rank, or on both sides of a message."""
     fingerprint: int = field(init=False, compare=False, repr=False)
-    """32 bits made of the header: the same number on every process."""
+    """A 32-bit hash of the header, equal in every process."""
     unseen: int = field(init=False, compare=False, repr=False)
-    """The fingerprint where more is equal than verb, data, op, root and sizes, which any wire sees;
-    else 0."""
+    """The fingerprint if the call has an operation name, which backends cannot see; else 0."""
     kind: tuple[bool, int | None, int | None] = field(init=False, compare=False, repr=False)
-    """Of a message, the direction, peer and tag, among which it is numbered."""
+    """The direction, peer and tag of a message, which is numbered among its kind."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "header", _header(self))
         object.__setattr__(self, "fingerprint", fingerprint(*self.header))
-        object.__setattr__(self, "unseen", self.fingerprint if self.title else 0)
+        object.__setattr__(self, "unseen", self.fingerprint if self.op_name else 0)
         object.__setattr__(self, "kind", (self.is_send, self.peer, self.tag))
 
     def __hash__(self) -> int:
@@ -108,25 +102,23 @@ class Call:
 
     @property
     def op(self) -> ReduceKind | None:
-        """Return the reduction; None where the verb does not reduce."""
         return _OPS.get(self.op_number)
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The shape and dtype of each tensor."""
+        """Each tensor's shape and dtype."""
         if self.data is None:
             return ()
         return self.data if is_list(self.data) else (self.data,)
 
     @property
     def is_send(self) -> bool:
-        """Return whether the verb sends a message to a peer."""
-        return self.verb in SENDING_VERBS
+        return self.operation in SENDING_OPERATIONS
 
     @property
     def name(self) -> str:
-        """The verb, with its title if any, as in ``all_reduce of the title``."""
-        return f"{self.verb} of {self.title}" if self.title else self.verb
+        """The collective and its operation name, as in ``all_reduce of the op_name``."""
+        return f"{self.operation} of {self.op_name}" if self.op_name else self.operation
 
     @property
     def data_text(self) -> str:
@@ -136,32 +128,30 @@ class Call:
 
     @property
     def arguments(self) -> list[str]:
-        """The texts of the arguments that show without the group: ``(2,) float32`` and ``SUM``."""
+        """The argument texts, except group ranks: ``(2,) float32`` and ``SUM``."""
         return [*filter(None, [self.data_text, "" if self.op is None else self.op.name])]
 
     @property
     def text(self) -> str:
-        """The call in words, as in ``all_reduce((2,) float32, SUM) of the title``."""
+        """The call as in ``all_reduce((2,) float32, SUM) of the op_name``."""
         return self.with_arguments(self.arguments)
 
     def with_arguments(self, arguments: Sequence[str]) -> str:
         """Return ``text`` with ``arguments`` between its brackets."""
-        title = f" of {self.title}" if self.title else ""
-        return f"{self.verb}({', '.join(arguments)}){title}"
+        op_name = f" of {self.op_name}" if self.op_name else ""
+        return f"{self.operation}({', '.join(arguments)}){op_name}"
 
 
-class Note(NamedTuple):
-    """A record of a verb's call without its tensors; stored as a plain tuple until it is read.
+class CallRecord(NamedTuple):
+    """A record of a call without its tensors, stored as a plain tuple until it is read.
 
     Args:
-        sequence: the number of collectives on its group's communicator so far, this call included.
-        group: whose call it was.
-        sizes: how many elements go to and come from each member, where members may differ in that;
-            else ().
-        number: of a message among those of its direction, peer and tag; 0 as long as its sender is
-            not known, and of a collective.
-        code, instruction: the place in the program.
-        stack: the places of the program from which that was called, where they are kept.
+        sequence: the number of collectives on the communicator, including this call.
+        sizes: the elements sent to, and received from, each rank of an uneven collective; else ().
+        number: a message's number for its direction, peer and tag; 0 for a collective, and while
+            the sender is unknown.
+        code, instruction: the program location of the call.
+        stack: the callers of that location, if recorded.
     """
 
     sequence: int
@@ -175,7 +165,6 @@ class Note(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Return whether the call is a send or a receive."""
         return self.call.tag is not None
 
     @property
@@ -187,7 +176,7 @@ class Note(NamedTuple):
             parts.append(f"root rank {self.group.ranks[call.root]}")
         if self.sizes:
             sent, taken = map(list, self.sizes)
-            parts.append(f"sending {sent}, taking {taken} elements")
+            parts.append(f"sending {sent}, receiving {taken} elements")
         if call.layouts:
             parts.append(f"strides {', '.join(str(strides) for _, strides in call.layouts)}")
         if call.tag is not None:
@@ -198,40 +187,40 @@ class Note(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The place as ``train.py:8 in step`` and the stack below it, or "an unknown place"."""
+        """The location as ``train.py:8 in step`` with its callers, or "an unknown place"."""
         if self.code is None:
             return "an unknown place"
         return "\n  called at ".join([place_text(self.code, self.instruction), *self.stack])
 
     @property
     def text(self) -> str:
-        """The call and its place: ``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
+        """The call and location: ``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
         return f"{self.called} at {self.where}"
 
     @property
     def called(self) -> str:
-        """The call in words, as in ``all_reduce((2,) float32, SUM) of the title``."""
+        """The call as in ``Call.text``, with all arguments."""
         return self.call.with_arguments([self.arguments])
 
     @property
     def heading(self) -> str:
-        """The call, its group, its place in the program, and the number if it is a collective."""
-        if self.is_message:  # the two ends of a message need not agree on a number
+        """The call, its group, its location, and a collective's number."""
+        if self.is_message:  # both sides of a message may count differently
             return f"{self.called} on {self.group.name} at {self.where}"
         return f"call {self.sequence} on {self.group.name}: {self.called} at {self.where}"
 
     @property
     def waits_for(self) -> str:
-        """The event that a send or receive waits for, in words; "" for a collective."""
+        """The event that a send or receive waits for; "" for a collective."""
         call = self.call
         if not self.is_message:
             return ""
-        if call.verb in OBJECT_VERBS:
+        if call.operation in OBJECT_OPERATIONS:
             answer = "recv_object_list" if call.is_send else "send_object_list"
             return f"{self._peer} in {answer}, with this rank as its peer"
         if call.is_send:
-            return f"{self._peer} to receive {call.data_text} from this rank under tag {call.tag}"
-        return f"{self._peer} to send {call.data_text} to this rank under tag {call.tag}"
+            return f"{self._peer} to receive {call.data_text} from this rank with tag {call.tag}"
+        return f"{self._peer} to send {call.data_text} to this rank with tag {call.tag}"
 
     @property
     def _peer(self) -> str:
@@ -248,54 +237,54 @@ class _Calls(dict[tuple[Any, ...], Call]):
 
 
 calls = _Calls()
-"""Each call by a tuple of its fields, from ``verb`` to ``layouts``; a message's to ``tag``."""
+"""Each call by a tuple of its fields, from ``operation`` to ``layouts``; a message's to ``tag``."""
 
 
 def get_call(
-    verb: str,
+    operation: str,
     tensors: Tensors,
     op: ReduceKind | None = None,
     root: int | None = None,
-    title: str = "",
+    op_name: str = "",
     is_uneven: bool = False,
     layouts: tuple[Any, ...] = (),
 ) -> Call:
-    """Return the ``Call`` with these fields on ``tensors``; equal calls are the same object."""
+    """Return the ``Call`` with these fields; equal calls are the same object."""
     data: Data = None
     if isinstance(tensors, torch.Tensor):
         data = tensors.shape, tensors.dtype
     elif tensors is not None:
         data = tuple([(part.shape, part.dtype) for part in tensors])
     number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
-    return calls[verb, data, number, root, title, is_uneven, layouts]
+    return calls[operation, data, number, root, op_name, is_uneven, layouts]
 
 
-def get_message(verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
-    """Return the ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
+def get_message(operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
+    """Return the ``Call`` of a message to or from member ``peer`` (None: any)."""
     data = tensor.shape, tensor.dtype
-    return calls[verb, data, None, None, "", False, (), peer, tag]
+    return calls[operation, data, None, None, "", False, (), peer, tag]
 
 
 def is_list(data: Data) -> bool:
-    """Return whether ``data`` describes a list of tensors, not a single tensor or none."""
+    """Return whether ``data`` describes a list of tensors."""
     return data is not None and not (data and isinstance(data[0], torch.Size))
 
 
 def _header(call: Call) -> tuple[int, ...]:
-    """Return the numbers that must be equal on all members; uneven calls have no count."""
+    """Return the numbers that must be equal on every rank; uneven calls have no count."""
     dtypes, counts = [_code(kind) for _, kind in call.parts], [prod(size) for size, _ in call.parts]
     dtype, count = (*dtypes, 0)[0], (*counts, 0)[0]
     if is_list(call.data):
         dtype, count = fingerprint(*dtypes), fingerprint(*counts)
     if call.tag is not None:
-        return dtype, count, call.verb in OBJECT_VERBS
+        return dtype, count, call.operation in OBJECT_OPERATIONS
     if call.is_uneven:
         count = 0
     op, root = (-2 if number is None else number for number in (call.op_number, call.root))
-    # Titles are not kept as codes are: a program may have any number of titles.
-    title = crc32(call.title.encode()) if call.title else 0
+    # Do not cache the hashes of operation names: a program may have any number of them.
+    op_name = crc32(call.op_name.encode()) if call.op_name else 0
     layouts = [hash(call.layouts)] if call.layouts else []
-    return _code(call.verb), dtype, count, op, root, title, *layouts
+    return _code(call.operation), dtype, count, op, root, op_name, *layouts
 
 
 def fingerprint(*values: int) -> int:
@@ -305,20 +294,24 @@ def fingerprint(*values: int) -> int:
 
 @cache
 def _code(name: object) -> int:
-    """Return the number that stands for a verb or dtype in headers."""
+    """Return the number of a collective or dtype in headers."""
     return crc32(str(name).encode())
 
 
-def likeness(note: Note | None) -> str:
-    """Return the words by which an error says what the members' calls must have in common.
+def likeness(note: CallRecord | None) -> str:
+    """Return the ``expected`` field of a mismatch: the equal parts of all calls.
 
     Args:
-        note: this member's call, whose title and sizes count; None if it has been overwritten.
+        note: the call of this rank; None if it has been overwritten.
     """
-    title = "" if note is None else note.call.title
-    under = " under the same title" if title else ""
-    if title.startswith("lax."):
-        return "the same verb of lax, on leaves of equal paths, shapes and dtypes, on every member"
+    op_name = "" if note is None else note.call.op_name
+    named = ", with the same operation name," if op_name else ""
+    if op_name.startswith("lax."):
+        return (
+            "the same collective of lax, on leaves of equal paths, shapes and dtypes, on every rank"
+        )
     if note is not None and note.sizes:
-        return f"the same verb and dtype{under}, and what one member takes as the other sends it"
-    return f"the same verb, dtype, number of elements, op and root{under} on every member"
+        return (
+            f"the same collective and dtype{named} on every rank, and the same sizes on both sides"
+        )
+    return f"the same collective, dtype, number of elements, op and root{named} on every rank"

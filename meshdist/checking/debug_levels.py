@@ -1,7 +1,7 @@
-"""How much is checked and logged: torch's debug level, and the level of the loggers ``meshdist.*``.
+"""Control checks and logging: torch's debug level, and the level of the ``meshdist.*`` loggers.
 
-The debug level is torch's own, so that both libraries agree. The level of the logger ``meshdist``
-follows from it and from TORCH_CPP_LOG_LEVEL, as torch documents for its own messages:
+The debug level is torch's own. The level of the logger ``meshdist`` follows from it and from
+TORCH_CPP_LOG_LEVEL, as torch documents for its own messages:
 
     TORCH_CPP_LOG_LEVEL   debug level   logged
     FATAL                 any           critical
@@ -33,15 +33,15 @@ __all__ = [
     "set_debug_level",
     "set_debug_level_from_env",
     "shows_stacks",
-    "verbs_log",
+    "operations_log",
 ]
 
 TRACE = 5
-"""The level of messages about every verb, below ``logging.DEBUG``."""
+"""The level of messages about every collective, below ``logging.DEBUG``."""
 
 logging.addLevelName(TRACE, "TRACE")
-verbs_log = logging.getLogger("meshdist.verbs")
-"""Logs every verb, its rank and its caller's line, at level TRACE."""
+operations_log = logging.getLogger("meshdist.collectives")
+"""Logs every collective, its rank and its caller's line, at level TRACE."""
 
 _CPP_LEVELS = {
     "INFO": logging.INFO,
@@ -61,21 +61,19 @@ _INFO_LEVELS = {
 
 
 def get_debug_level() -> DebugLevel:
-    """The debug level in force, of meshdist and of torch.distributed: OFF, INFO or DETAIL."""
+    """Return the debug level of meshdist and torch.distributed: OFF, INFO or DETAIL."""
     return torch.distributed.get_debug_level()
 
 
 def set_debug_level(arg0: DebugLevel) -> None:
-    """Set the debug level of meshdist and of torch.distributed, from now on.
+    """Set the debug level of meshdist and of torch.distributed.
 
-    OFF is the default. INFO logs more, and lets the members of a group on NCCL wait for each other
-    and compare their calls before they are enqueued. DETAIL also makes the members of groups that
-    span hosts compare their calls before data moves, and checks the gradients in the backward of
-    ``psum``.
-    Members of one group set it alike.
+    OFF is the default. INFO logs more, and ranks of an NCCL group compare their calls before
+    enqueuing them. With DETAIL, ranks of groups that span hosts also compare their calls before
+    data moves, and ``psum`` checks gradients in its backward. Set the same level on every rank.
 
     Raises:
-        KindError: no DebugLevel.
+        KindError: ``arg0`` is not a DebugLevel.
     """
     if not isinstance(arg0, DebugLevel):
         raise KindError(
@@ -89,25 +87,25 @@ def set_debug_level(arg0: DebugLevel) -> None:
 
 
 def set_debug_level_from_env() -> None:
-    """Set the debug level to TORCH_DISTRIBUTED_DEBUG, or to OFF where that is not set.
+    """Set the debug level to TORCH_DISTRIBUTED_DEBUG, or to OFF if it is not set.
 
     Raises:
-        ArgumentError: it is none of OFF, INFO and DETAIL; nothing has changed then.
+        ArgumentError: it is not OFF, INFO or DETAIL; the level is unchanged.
     """
     value = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
     if value is not None and value.upper() not in DebugLevel.__members__:
         raise ArgumentError(
-            f"there is no debug level {value!r}",
+            f"{value!r} is not a debug level",
             where="the environment variable TORCH_DISTRIBUTED_DEBUG",
             expected="OFF, INFO or DETAIL",
-            fix="set it to one of these, or unset it, which means OFF",
+            fix="set it to one of these values, or unset it, which means OFF",
         )
     torch.distributed.set_debug_level_from_env()
     _follow()
 
 
 def shows_stacks() -> bool:
-    """Return whether errors show the stack of each call, by TORCH_SHOW_CPP_STACKTRACES=1."""
+    """Return whether errors show each call's stack, by TORCH_SHOW_CPP_STACKTRACES=1."""
     return os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1"
 
 
@@ -127,7 +125,7 @@ _last_resort.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s
 def _follow() -> None:
     """Set the level of the logger "meshdist" by TORCH_CPP_LOG_LEVEL and the debug level."""
     level: Any = _CPP_LEVELS.get(os.environ.get("TORCH_CPP_LOG_LEVEL", "").upper())
-    if level is None:  # unset, or unknown: torch complains about that by itself
+    if level is None:  # unset, or unknown, which torch reports
         return
     if level == logging.INFO:
         level = _INFO_LEVELS[get_debug_level()]

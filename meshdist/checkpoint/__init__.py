@@ -1,12 +1,13 @@
-"""Checkpoints that any mesh loads: files of safetensors and a manifest, whole or not there.
+"""Save and load checkpoints that any mesh can load: safetensors files and a manifest.
 
-``save``, ``load`` and ``open`` take dicts of arrays; ``State`` is that of a training program, and a
-``Checkpointer`` keeps its last few steps.
+A checkpoint folder appears only when it is complete. ``save``, ``load`` and ``open`` take dicts of
+arrays, ``State`` collects a training program's state, and ``Checkpointer`` keeps the last few
+steps.
 """
 
 from .checkpointer import Checkpointer
 from .loading import load
-from .opened import open as open
+from .reader import open as open
 from .saving import save, save_async
 from .state import State
 

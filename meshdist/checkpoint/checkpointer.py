@@ -1,4 +1,4 @@
-"""``md.checkpoint.Checkpointer``: the last few steps of a run, under one folder."""
+"""Keep the last few checkpoints of a run in one folder."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..errors import CheckpointError
 from ..mesh.device_mesh import DeviceMesh
 from . import files
 from .loading import load
-from .members import Members
+from .participants import Members
 from .pending_saves import PendingSave
-from .saving import checked_path, mesh_of, save, save_async
+from .saving import checked_path, mesh_of, read_state, save, save_async
+from .trees import entries_of
 
 __all__ = ["Checkpointer"]
 
 
 class Checkpointer:
-    """Saves steps as ``root/step-10``, keeps the newest, and loads the newest whole step.
+    """Save steps as ``root/step-10``, keep the newest, and load the newest complete step.
 
     Args:
-        root: the folder of the run. One run saves there at a time.
-        keep: how many steps stay; None keeps all.
-        mesh: of the ranks that take part; None finds them at each call, as ``save`` does.
+        root: the run's folder. Only one run may save there at a time.
+        keep: the number of steps to keep; None keeps all.
+        mesh: the participating ranks' mesh; None finds it at each call, as ``save`` does.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -47,25 +48,26 @@ class Checkpointer:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self._root = checked_path("Checkpointer", root)
-        self._keep = None if keep is None else get_whole_number(keep, "Checkpointer: keep", 1)
+        self._keep = None if keep is None else get_integer(keep, "Checkpointer: keep", 1)
         self._mesh = mesh
         self._lock: int | None = None
         self._last: int | None = None
         self._pending = PendingSave("")
 
     def save(self, state: Any, step: int, wait: bool = True) -> PendingSave | None:
-        """Save a state as ``step-<step>``, and remove what is older than the newest ``keep``.
+        """Save a state as ``step-<step>`` and remove steps older than the newest ``keep``.
 
-        Collective, as ``md.checkpoint.save``. A step that this object has saved or loaded last is
-        not written again. If that step is still being saved, ``wait=True`` waits for it.
+        Collective, as ``md.checkpoint.save``. Does not rewrite the step that this object saved or
+        loaded last; ``wait=True`` waits if it is still being saved.
 
         Args:
-            wait: False returns a pending save, as ``md.checkpoint.save_async``.
+            wait: False returns a pending save, as ``md.checkpoint.save_async``. The newest ``keep``
+                steps before it stay until the next save.
 
         Raises:
-            CheckpointError: as ``save``; another run saves under this root.
+            CheckpointError: as ``save``; or another run saves under this root.
         """
-        step = get_whole_number(step, "Checkpointer.save: step", 0)
+        step = get_integer(step, "Checkpointer.save: step", 0)
         path = os.path.join(self._root, f"step-{step}")
         call = "Checkpointer.save"
         if step == self._last and not self._pending.has_failed:
@@ -77,6 +79,7 @@ class Checkpointer:
         if not wait:
             self._pending = save_async(state, path, mesh=self._mesh)
             self._last = step
+            members.first_does(self._remove_old)  # the step before is complete now
             return self._pending
         save(state, path, mesh=self._mesh)
         self._last, self._pending = step, PendingSave(path)
@@ -92,13 +95,16 @@ class Checkpointer:
         missing: str = "error",
         verify: bool = False,
     ) -> int | None:
-        """Load the newest whole step into a state; return its number, None where there is none.
+        """Load the newest complete step into a state; return its number, or None if there is none.
 
-        Collective; other arguments as for ``md.checkpoint.load``. Waits for a pending
-        save, and raises its failure once.
+        Collective; for other arguments see ``md.checkpoint.load``. Waits for a pending save, and
+        raises its failure once.
 
         Args:
-            step: which step; None: the newest.
+            step: the step to load; None for the newest.
+
+        Raises:
+            As ``md.checkpoint.load``; without a complete step, as a save of this state.
         """
         if not self._pending.has_failed:
             self._pending.wait()
@@ -106,31 +112,41 @@ class Checkpointer:
             call = "Checkpointer.load"
             members = Members(mesh_of(state, self._mesh, call), call)
             step = members.first_does(self.latest)
-        if step is None:
-            return None
+            if step is None:
+                members.all_do(lambda: self._check(state, members))
+                return None
         path = os.path.join(self._root, f"step-{step}")
         load(state, path, mesh=self._mesh, only=only, missing=missing, verify=verify)
         self._last, self._pending = step, PendingSave(path)
         return step
 
+    def _check(self, state: Any, members: Members) -> None:
+        """Raise if this state cannot be saved, before the program trains."""
+        tree, error = read_state(members.call, state, self._mesh)
+        if error is not None:
+            raise error
+        entries_of(tree.arrays, members)
+
     def latest(self) -> int | None:
-        """The number of the newest whole step here, None where there is none; nothing is sent."""
+        """Return the newest complete step's number, or None; no communication."""
         return max(files.find_steps(self._root), default=None)
 
     def steps(self) -> list[int]:
-        """The numbers of all steps here, the newest last; nothing is sent."""
+        """Return all complete steps' numbers, newest last; no communication."""
         return sorted(files.find_steps(self._root))
 
     def _begin(self) -> None:
-        """Take the root's lock, at the first save, and remove what an earlier save left over."""
+        """Lock the root at the first save, and remove earlier saves' leftovers."""
         if self._lock is None:
             self._lock = files.lock_folder(self._root)
             if self._lock is None:
                 raise CheckpointError(
-                    "Checkpointer: another run, or another Checkpointer, saves under this root",
+                    "Checkpointer.save failed because another run or Checkpointer saves under this "
+                    "root",
                     where=self._root,
-                    expected="one Checkpointer that saves under a root, as long as it lives",
-                    fix="end the other run, drop the other object, or give each its own root",
+                    expected="at most one Checkpointer that saves under a root",
+                    fix="stop the other run, delete the other object, or use a separate root for "
+                    "each",
                 )
             weakref.finalize(self, files.close_lock, self._lock)
         self._remove_old()

@@ -1,11 +1,10 @@
-"""Every operation on files and folders that checkpoints need, each safe against a crash.
+"""Access files and folders of checkpoints, safely against crashes.
 
-A checkpoint NAME is written in the folder ``.NAME.<number>``, and renamed when all is on disk: a
-folder that bears its own name is whole. Beside the folder lies ``.NAME.<number>.lock``. Each
-process that writes shares a lock on it until its part is on disk; the kernel drops the lock of a
-process that ends, by whatever end. An unfinished folder that no process writes has no lock, and the
-next save removes it. What is removed is renamed first, so that no part of it is left under its own
-name.
+A checkpoint NAME is written in the folder ``.NAME.<number>``, which is renamed once everything is
+on disk, so a folder under its final name is complete. Each writing process holds a shared lock on
+``.NAME.<number>.lock``, next to the folder, until its part is on disk; the kernel drops the lock
+however the process ends. The next save removes unfinished folders without a lock. Folders are
+renamed before they are removed, so that no incomplete folder keeps the final name.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..backends.operation_args import flat
 from ..errors import CheckpointError
 from ..mesh.placement import shape_of
 from .manifest import (
@@ -34,7 +34,7 @@ from .manifest import (
     MALFORMED,
     NAME,
     SUFFIX,
-    HeaderFacts,
+    FingerprintFacts,
     Manifest,
     Piece,
     damaged,
@@ -42,21 +42,21 @@ from .manifest import (
 )
 
 FAILURES = (OSError, SafetensorError)
-"""The exceptions of a disk, a file system, or the library of files."""
+"""The exceptions of a disk, a file system, or safetensors."""
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}")
 _locks: set[int] = set()
-"""The open files of this process's locks."""
+"""The file descriptors of this process's locks."""
 _OFFSETS = "DCP_SHARDING_INFO"  # torch's key, so that its HuggingFaceStorageReader finds the pieces
 
 
 class UnfinishedFolder:
-    """The folder in which ranks write a checkpoint, locked by this rank; beside its final place.
+    """The locked folder in which ranks write a checkpoint, next to its final path.
 
     Args:
-        path: of the folder that another rank has made; "" makes it.
+        path: the folder that another rank has created; "" creates it.
 
     Raises:
-        CheckpointError: the final place is taken.
+        CheckpointError: the final path exists.
         FileNotFoundError: another job has removed the folder.
     """
 
@@ -78,12 +78,12 @@ class UnfinishedFolder:
             raise
 
     def note(self, rank: int, record: Any) -> None:
-        """Write a JSON record of what ``rank`` has written, for the rank that commits."""
+        """Write the JSON record of ``rank``'s part, for the rank that commits."""
         with open(self._note_of(rank), "w", encoding="utf-8") as file:
             file.write(json.dumps(record))
 
     def take_notes(self, ranks: Sequence[int]) -> list[Any]:
-        """Return the records of ``ranks``, and remove their files."""
+        """Return the records of ``ranks`` and remove their files."""
         found = []
         for path in map(self._note_of, ranks):
             with open(path, encoding="utf-8") as file:
@@ -95,7 +95,7 @@ class UnfinishedFolder:
         return os.path.join(self.path, f"rank-{rank}.json")
 
     def commit(self, manifest: str) -> None:
-        """Write the manifest and rename the folder to its final path, safe against crashes."""
+        """Write the manifest and rename the folder, safe against crashes."""
         _sync(self.path)
         path = os.path.join(self.path, NAME)
         with open(path, "w", encoding="utf-8") as file:
@@ -105,35 +105,33 @@ class UnfinishedFolder:
         check_is_free(self.final)
         try:
             os.rename(self.path, self.final)
-        except OSError:  # onto a folder with files, or a file, if another save was faster
+        except OSError:  # another save was faster
             check_is_free(self.final)
             raise
         try:
             _sync(os.path.dirname(self.final))
-        except BaseException:  # a crash might take the name back: so the save has failed
+        except BaseException:  # a crash might undo the rename, so the save has failed
             with suppress(OSError):
                 os.rename(self.final, self.path)
             raise
 
     def unlock(self) -> None:
-        """Drop this rank's lock, and remove the lock's file if the folder is gone."""
         _unlock(self.path, self._lock)
 
 
 def check_is_free(path: str) -> None:
-    """Raise CheckpointError if a file or folder is at ``path``."""
     if os.path.lexists(path):
         raise CheckpointError(
-            "save writes no checkpoint over another file or folder",
+            "cannot save a checkpoint because the path exists",
             where=path,
-            expected="a path at which nothing is yet",
+            expected="a path that does not exist",
             found="a folder" if os.path.isdir(path) else "a file",
-            fix="save under a name of its own for each step, as md.checkpoint.Checkpointer does",
+            fix="use a new path for each step, or use md.checkpoint.Checkpointer, which does",
         )
 
 
 def remove_leftovers(parent: str) -> None:
-    """Remove the unfinished folders of ended processes in ``parent``, if possible."""
+    """Remove ended processes' unfinished folders in ``parent``, if possible."""
     for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
         path = os.path.join(parent, entry.removesuffix(".lock"))
         if entry.endswith(".lock") and _UNFINISHED.fullmatch(os.path.basename(path)):
@@ -145,12 +143,12 @@ def remove_leftovers(parent: str) -> None:
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a checkpoint; if this process ends midway, the next save removes the rest."""
+    """Remove a checkpoint; after a crash, the next save removes the rest."""
     parent, name = os.path.split(path)
     hidden, lock = _new_hidden_path(parent, name)
     try:
         os.rename(path, hidden)
-        _sync(parent)  # a crash might else bring the name back, of a folder with less files
+        _sync(parent)  # otherwise a crash might restore the name of an incomplete folder
         shutil.rmtree(hidden)
     finally:
         _unlock(hidden, lock)
@@ -163,16 +161,16 @@ def write_arrays(
     *,
     sums_beside: bool,
 ) -> tuple[int, dict[str, int]]:
-    """Write arrays on the CPU to a file, and to the disk; return its size and their CRC-32s.
+    """Write CPU arrays to a file on disk; return its size and the arrays' CRC-32s.
 
     Args:
-        offsets: where each begins in the whole array of its name.
-        sums_beside: whether a thread may sum meanwhile.
+        offsets: each array's start in its global array.
+        sums_beside: whether to compute checksums on a thread during the write.
     """
     told = {name: {"saved_offsets": list(offsets[name])} for name in arrays}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(told)}
     with ThreadPoolExecutor(1) as thread:
-        # Both leave the interpreter to others as they run.
+        # Both release the GIL.
         sums = thread.submit(_sums_of, arrays) if sums_beside else None
         save_file(dict(arrays), path, metadata)
         _sync(path)
@@ -185,11 +183,12 @@ def _sums_of(arrays: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def crc32(array: torch.Tensor) -> int:
     """Return the CRC-32 of a contiguous array's bytes."""
-    return zlib.crc32(array.reshape(-1).view(torch.uint8).numpy().data)
+    # Arrays of at most one element may have strides of 0.
+    return zlib.crc32(flat(array).view(torch.uint8).numpy().data)
 
 
 class OpenFiles:
-    """The opened safetensors files of a checkpoint, by name."""
+    """The opened safetensors files of a checkpoint."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -197,7 +196,7 @@ class OpenFiles:
         self._offsets: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def get(self, file: str) -> Any:
-        """Return the opened file, opened at first use; raise CheckpointError if it is damaged."""
+        """Return the file, opened at first use; raise CheckpointError if damaged."""
         found = self._open.get(file)
         if found is None:
             try:
@@ -217,14 +216,14 @@ class OpenFiles:
         wanted = DTYPES_IN_FILES[dtype].in_files, shape_of(piece.box), starts
         if found != wanted:
             raise damaged(
-                self._folder, f"{piece.file}: {name} is {found}; the manifest says {wanted}"
+                self._folder, f"{piece.file}: {name} is {found}; in the manifest {wanted}"
             )
 
-    def header(self, file: str) -> dict[str, HeaderFacts]:
-        """Return {array: (dtype's name, shape, offsets)} of a file."""
+    def header(self, file: str) -> dict[str, FingerprintFacts]:
+        """Return {array: (dtype name, shape, offsets)} of a file."""
         return {name: self._facts_of(file, name) for name in list(self.get(file).keys())}
 
-    def _facts_of(self, file: str, name: str) -> HeaderFacts:
+    def _facts_of(self, file: str, name: str) -> FingerprintFacts:
         part = self.get(file).get_slice(name)
         shape = tuple(part.get_shape())
         if file not in self._offsets:
@@ -246,7 +245,7 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
     """Return (folder, {file: bytes}, manifest's text or None) of a folder or safetensors file.
 
     Raises:
-        CheckpointError: there is neither such a file nor a manifest.
+        CheckpointError: neither such a file nor a manifest exists.
     """
     if os.path.isfile(path) and path.endswith(SUFFIX):
         folder, file = os.path.split(path)
@@ -260,24 +259,24 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
         manifest = os.path.join(path, NAME)
         if os.path.isfile(manifest):
             with open(manifest, "rb") as opened:
-                # Bytes that are no text are damage, which the checksum of the text shows.
+                # Invalid bytes are damage, which the checksum of the text detects.
                 return path, sizes, opened.read().decode(errors="replace")
     if not sizes:
         raise CheckpointError(
-            "no checkpoint is here",
+            "the path has no checkpoint",
             where=path,
-            expected=f"a folder with {NAME}, or with files of safetensors; or such a file",
+            expected=f"a folder with {NAME} or safetensors files; or a safetensors file",
             found=_found_text(path),
-            fix=None
+            fix="pass the folder of a saved checkpoint"
             if not (steps := sorted(find_steps(path)))
-            else "it is the root of a "
+            else "the path is the root of a "
             f"Checkpointer: load {os.path.join(path, f'step-{steps[-1]}')!r}",
         )
     return path, sizes, None
 
 
 def check_manifest(folder: str, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the manifest file that this rank sees ends as ``manifest``."""
+    """Raise CheckpointError unless this rank sees the same manifest file."""
     wanted = manifest.ending.encode()
     if not wanted:
         return
@@ -286,15 +285,15 @@ def check_manifest(folder: str, manifest: Manifest) -> None:
         found = file.read()
     if found != wanted:
         raise CheckpointError(
-            "this rank sees another checkpoint at this path than the first rank",
+            "this rank sees a different checkpoint at this path than the first rank",
             where=folder,
-            expected="one folder that all ranks see, or copies of it",
+            expected="one folder shared by all ranks, or copies of it",
             fix="load from a shared file system, or copy the checkpoint to each host",
         )
 
 
 def find_steps(root: str) -> Iterator[int]:
-    """Yield the numbers of finished checkpoints "step-<number>" in a folder."""
+    """Yield the numbers of complete checkpoints "step-<number>"."""
     for name in os.listdir(root) if os.path.isdir(root) else ():
         match = re.fullmatch(r"step-(0|[1-9]\d*)", name)
         if match and os.path.isfile(os.path.join(root, name, NAME)):
@@ -302,31 +301,30 @@ def find_steps(root: str) -> Iterator[int]:
 
 
 def lock_folder(path: str) -> int | None:
-    """Return the file descriptor of a folder's lock, None if taken; make the folder."""
+    """Create and lock a folder; return the lock's descriptor, None if already locked."""
     _make_folders(path)
     return _lock_file(os.path.join(path, ".lock"), os.O_CREAT)
 
 
 def _found_text(path: str) -> str:
-    """Return a text on what lies at ``path`` in place of a checkpoint."""
     if os.path.isdir(path):
-        return "a folder without these"
-    return "another file" if os.path.lexists(path) else "nothing of this name"
+        return "a folder without these files"
+    return "another file" if os.path.lexists(path) else "nothing"
 
 
 def _make_folders(path: str) -> None:
-    """Make a folder and its parents, synced to the disk."""
+    """Create a folder and its parents, synced to disk."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
     _make_folders(parent)
-    with suppress(FileExistsError):  # by another process meanwhile
+    with suppress(FileExistsError):  # another process may create it
         os.mkdir(path)
     _sync(parent)
 
 
 def _sync(path: str) -> None:
-    """Flush a file, or a folder's names, to the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -335,16 +333,16 @@ def _sync(path: str) -> None:
 
 
 def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
-    """Return a new hidden path in ``parent``, and the descriptor of the lock beside it."""
+    """Return a new hidden path in ``parent``, and its lock's descriptor."""
     while True:
         path = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
         lock = _lock_file(f"{path}.lock", os.O_CREAT | os.O_EXCL, shared=True)
-        if lock is not None:  # else another save took it for that of a process that has ended
+        if lock is not None:  # otherwise another save removed it as a leftover
             return path, lock
 
 
 def _unlock(path: str, lock: int | None) -> None:
-    """Close a lock, and remove its file if the folder ``path`` is gone."""
+    """Close a lock, and remove its file if its folder is gone."""
     if not os.path.lexists(path):
         with suppress(OSError):
             os.unlink(f"{path}.lock")
@@ -352,9 +350,8 @@ def _unlock(path: str, lock: int | None) -> None:
 
 
 def _lock_file(path: str, flags: int = 0, *, shared: bool = False) -> int | None:
-    """Open with ``flags`` and lock; return the descriptor, None if another process has the lock."""
-    # On a file system without locks a file that may be new is returned all the same; those that
-    # were left over count as locked.
+    """Open and lock a file; return the descriptor, None if another process locked it."""
+    # On a file system without locks, return a file that may be new; leftovers count as locked.
     opened = os.open(path, os.O_RDWR | flags, 0o666)
     try:
         fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -378,7 +375,7 @@ def close_lock(lock: int | None) -> None:
 
 
 def _close_copies() -> None:
-    """Close, in a forked child, the copies of its parent's lock descriptors."""
+    """Close a forked child's copies of lock descriptors."""
     while _locks:
         os.close(_locks.pop())
 

@@ -1,10 +1,10 @@
-"""``md.checkpoint.load``: each byte leaves the disk once, and plans bring it to where it belongs.
+"""Load a checkpoint so that each byte is read from disk once: ``md.checkpoint.load``.
 
-1. The first rank reads the manifest, or the headers of files that lack it, and tells the others.
-2. All ranks check names, shapes, dtypes and files; nothing has changed yet if they differ.
-3. Arrays come in batches: each rank reads its target's part. Processes of one host copy it from the
-   mapped files, whose pages they share. Between hosts it is cut further where replicas share it,
-   and a plan brings the parts together. Small arrays come in one message for all.
+1. The first rank reads the manifest, or else file headers, and broadcasts it.
+2. All ranks check names, shapes, dtypes and files before they change anything.
+3. Each rank reads its target's part, in batches. Processes of one host copy it from shared
+   memory-mapped files. Between hosts, ranks split parts shared by replicas further, and a reshard
+   plan combines them. Small arrays are sent in one message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..collectives.prepare import run_titled
+from ..backends.operation_args import flat
+from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_line, first_texts
 from ..errors import ArgumentError, CheckpointError, DtypeError, KindError, ShapeError
@@ -29,10 +30,10 @@ from ..reduce_ops import ReduceOp
 from ..sharding.resharding import cut_further, move
 from . import files
 from .manifest import Manifest
-from .members import Members
-from .opened import OpenArrays, read_manifest
+from .participants import Members
 from .pending_saves import staging_of
 from .pieces import SMALL, own_parts, whole_box
+from .reader import OpenArrays, read_manifest
 from .saving import Facts, agreed_entries, checked_path, mesh_of, read_state
 from .trees import EachRanks, StateArray, Tree, axes_told, entries_of, facts_of
 
@@ -55,34 +56,36 @@ def load(
     missing: str = "error",
     verify: bool = False,
 ) -> S:
-    """Every rank's arrays and leaves of a state have the values of a checkpoint; returns the state.
+    """Load a checkpoint into the arrays and leaves of a state; return the state.
 
-    Collective as ``save``. The mesh, the number of ranks and the specs may be others than those
-    of the save. Arrays are filled in place, leaves are replaced. Files of torch's
-    HuggingFaceStorageWriter, of Hugging Face, or a single file of safetensors are read as well.
-    Waits for a save that is under way, and raises its failure, as the next save does.
+    Collective as ``save``. The mesh, the number of ranks and the specs may differ from the
+    checkpoint's. Arrays are filled in place; leaves are replaced. Also reads files of torch's
+    HuggingFaceStorageWriter and of Hugging Face, and single safetensors files. Like the next save,
+    waits for a running save and raises its failure.
 
     Args:
-        state: as for ``save``: it says which names are loaded, and how each array lies here.
-        path: the folder of a checkpoint, or a file.
+        state: as for ``save``; it determines the loaded names and each array's sharding.
+        path: a checkpoint's folder, or a file.
         mesh: as for ``save``.
-        only: a pattern of names, ``"model.*"``, or several; others stay as they are.
-        missing: "error", or "keep": names that the checkpoint lacks stay as they are.
-        verify: whether all checksums are compared first, each rank's share by itself.
+        only: a name pattern such as ``"model.*"``, or several; other names are not loaded.
+        missing: "error", or "keep" to leave names unchanged that the checkpoint lacks.
+        verify: whether to compare all checksums first; each rank compares a share.
 
-    Returns: ``state``.
+    Returns:
+        ``state``.
 
-    Cost: each byte leaves the disk once for each host, as long as memory keeps it for the other
-        ranks there. Where replicas span hosts, it leaves the disk once for all: they gather whole
-        arrays, and receive (p - 1) / p of their bytes. Small arrays, of less than 64 KiB, are
-        summed in batches.
+    Cost: each byte is read from disk once per host, if memory caches it for the host's other ranks.
+        If replicas span hosts, each byte is read once: ranks gather global arrays and receive
+        (p-1)/p of their bytes. Arrays of less than 64 KiB are summed in batches.
 
     Raises:
-        CheckpointError: no checkpoint, or it is damaged; names that it lacks; tied arrays that have
-            different values there; a disk that fails: then the state is undefined, as where an
-            object's ``load_state_dict`` raises on a rank.
-        ShapeError: an array has another shape there. DtypeError: another dtype.
-        AgreementError: ranks call otherwise. ArgumentError: ``only`` fits no name.
+        CheckpointError: the path has no checkpoint, or it is damaged, lacks names, or has different
+            values of tied arrays; or the disk fails: then the state is undefined, as if an object's
+            ``load_state_dict`` raised.
+        ShapeError: an array has another shape in the checkpoint.
+        DtypeError: an array has another dtype in the checkpoint.
+        MismatchError: ranks' arguments differ.
+        ArgumentError: ``only`` matches no name.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -131,7 +134,7 @@ def load(
 
 
 class _ArrayReader:
-    """A load of a state's arrays from the files of a checkpoint."""
+    """Loads a state's arrays."""
 
     def __init__(
         self, members: Members, source: OpenArrays, entries: dict[str, StateArray]
@@ -153,8 +156,8 @@ class _ArrayReader:
         """The boxes that this rank reads."""
 
     def _find_shared(self) -> dict[str, NamedSharding]:
-        """Return, by name, shardings that split the reading of large arrays among replicas."""
-        # Simulated ranks read as those of several hosts do, so that one process tries their plans.
+        """Return, by name, shardings that split reading large arrays among replicas."""
+        # Simulated ranks read like ranks on several hosts, so that one process tests their plans.
         world, ranks = self._members.world, tuple(self._members.ranks)
         if world is None or not (world.is_simulated or world.spans_hosts(ranks)):
             return {}
@@ -185,18 +188,19 @@ class _ArrayReader:
             saved = manifest.arrays[name]
             if saved.shape != entry.shape:
                 raise ShapeError(
-                    f"{self._members.call}: {name} has another shape in the checkpoint",
+                    f"{self._members.call}: {name} has a different shape in the checkpoint",
                     where=self._source.folder,
-                    expected=f"shape {entry.shape}, of the state",
+                    expected=f"shape {entry.shape}, as in the state",
                     found=f"shape {saved.shape}, in the checkpoint",
+                    fix=f"create {name} with shape {saved.shape}, or exclude it with only=",
                 )
             if saved.dtype != entry.dtype:
                 raise DtypeError(
-                    f"{self._members.call}: {name} has another dtype in the checkpoint",
+                    f"{self._members.call}: {name} has a different dtype in the checkpoint",
                     where=self._source.folder,
-                    expected=f"{entry.dtype}, of the state",
+                    expected=f"{entry.dtype}, as in the state",
                     found=f"{saved.dtype}, in the checkpoint",
-                    fix=f"load it as {saved.dtype} and convert it; or md.checkpoint.open(path)"
+                    fix=f"load it as {saved.dtype} and convert it; or call md.checkpoint.open(path)"
                     f".read({name!r})",
                 )
         for name, box in self._boxes.items():
@@ -205,14 +209,14 @@ class _ArrayReader:
             self._check_tied(names)
 
     def _check_tied(self, names: Sequence[str]) -> None:
-        """Raise if arrays whose memory overlaps cannot all have the checkpoint's values."""
+        """Raise if arrays that share memory cannot all have the checkpoint's values."""
         tensors = [self._entries[name].tensor for name in names]
         arrays = self._source.manifest.arrays
         sums = [[(piece.box, piece.crc32) for piece in arrays[name].pieces] for name in names]
         are_one = all(tensor.is_set_to(tensors[0]) for tensor in tensors)
         if are_one and all(each == sums[0] for each in sums) and None not in dict(sums[0]).values():
             return
-        # They are read into other memory that overlaps likewise: nothing has changed yet.
+        # Read them into other memory with the same overlaps, so that nothing changes yet.
         first = min(tensor.data_ptr() for tensor in tensors) // 16 * 16
         memory = torch.empty(max(map(_end, tensors)) - first, dtype=torch.uint8, device="cpu")
         filled = []
@@ -224,16 +228,16 @@ class _ArrayReader:
         lost = [name for name, (view, saved) in pairs if not torch.equal(_bits(view), _bits(saved))]
         if lost:
             raise CheckpointError(
-                f"{self._members.call}: arrays of the state share memory, and have different "
+                f"{self._members.call}: arrays share memory in the state, but have different "
                 "values in the checkpoint",
                 where=self._source.folder,
                 expected="equal values of tied arrays",
                 found=f"{first_texts(names, ', ')}; loading would overwrite {lost[0]}",
-                fix=f"untie them before the load, or leave {lost[0]} out: only=",
+                fix=f"untie them before the load, or exclude {lost[0]} with only=",
             )
 
     def verify(self) -> None:
-        """Raise if bytes do not match their checksum; each rank reads its share of the pieces."""
+        """Raise if bytes mismatch their checksum; each rank reads its share of the pieces."""
         arrays = self._source.manifest.arrays
         found = [(piece, name) for name, array in arrays.items() for piece in array.pieces]
         found.sort(key=lambda each: (each[0].file, each[1]))
@@ -244,21 +248,22 @@ class _ArrayReader:
                 continue
             if piece.crc32 is None:
                 raise CheckpointError(
-                    f"{self._members.call}: no checksums are here, verify=True needs them",
+                    f"{self._members.call}: verify=True requires checksums, which the files lack",
                     where=self._source.folder,
-                    fix="load it without verify=True; md.checkpoint.save writes checksums",
+                    fix="load without verify=True, or save with md.checkpoint.save, which writes "
+                    "checksums",
                 )
             self._source.verify(piece, name)
 
     def load(self) -> None:
-        """Fill all arrays of the state from the files; collective."""
+        """Fill the state's arrays; collective."""
         for batch in _batches(self._small):
             self._load_small(batch)
         for batch in _batches(self._large):
             self._load_large(batch)
 
     def _load_small(self, batch: dict[str, StateArray]) -> None:
-        """Fill small arrays: each rank reads some, and an all-reduce shares them; collective."""
+        """Read some arrays on each rank, and share them by an all-reduce; collective."""
         places, total = {}, 0
         for name, entry in batch.items():
             places[name] = total
@@ -279,13 +284,13 @@ class _ArrayReader:
         self._all_read(read)
         if group is not None:
             line = line.to(group.first_device_type())
-            run_titled("all_reduce", group, f"{self._members.call}: small", line, ReduceOp.SUM)
+            run_named("all_reduce", group, f"{self._members.call}: small", line, ReduceOp.SUM)
         for name, entry in batch.items():
             index = index_of(entry.box(self._members.rank))
             entry.tensor.copy_(part(name, line)[index])
 
     def _load_large(self, batch: dict[str, StateArray]) -> None:
-        """Fill large arrays: each rank reads its part, or a share that is sent on; collective."""
+        """Read this rank's part, or a share that is sent on; collective."""
         shares: dict[str, torch.Tensor] = {}
 
         def read() -> None:
@@ -304,7 +309,7 @@ class _ArrayReader:
             entry.tensor.copy_(part)
 
     def _all_read(self, read: Any) -> None:
-        """Run ``read`` on all ranks; raise on all if it fails on any; collective."""
+        """Run ``read`` on all ranks; raise on all if any fails; collective."""
         call = self._members.call
 
         def read_here() -> None:
@@ -312,27 +317,27 @@ class _ArrayReader:
                 read()
             except files.FAILURES as error:
                 raise CheckpointError(
-                    f"{call}: a file could not be read; the state is undefined now",
+                    f"{call}: cannot read a file; the values of the state are undefined",
                     where=self._source.folder,
                     found=f"{type(error).__name__}: {first_line(error)}",
-                    fix="load again, or another checkpoint, before the state is used",
+                    fix="load again, or load another checkpoint, before you use the state",
                 ) from error
 
         self._members.all_do(read_here)
 
 
 def _end(x: torch.Tensor) -> int:
-    """Return the address behind the last element of ``x``, which has elements."""
+    """Return the address after the last element of a nonempty tensor."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr() + (last + 1) * x.dtype.itemsize
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    return flat(x.contiguous()).view(torch.uint8)
 
 
 def _sharing_memory(entries: Mapping[str, StateArray]) -> Iterator[list[str]]:
-    """Yield the names of arrays whose memory overlaps on this rank."""
+    """Yield names of arrays whose memory overlaps on this rank."""
     tensors = {name: x.tensor for name, x in entries.items() if x.tensor.numel()}
     names = sorted(tensors, key=lambda name: (str(tensors[name].device), tensors[name].data_ptr()))
     found, device, end = list[str](), None, 0
@@ -363,15 +368,16 @@ def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray
 
 
 def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
-    """Remove from ``tree`` the names that no pattern of ``only`` fits; raise for bad patterns."""
+    """Remove names that match no pattern; raise for bad patterns."""
     if only is None:
         return
     patterns = [only] if isinstance(only, str) else only
     if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
         raise KindError(
-            f"{call}: only= names what is loaded",
-            expected='a pattern of names, such as "model.*", or a list of patterns',
+            f"{call}: only= must be a name pattern",
+            expected='a name pattern, such as "model.*", or a list of patterns',
             found=f"{only!r}, a {type(only).__name__}",
+            fix='pass for example only="model.*"',
         )
     names, meant = [*tree.arrays, *tree.leaves], set[str]()
     for pattern in patterns:
@@ -380,17 +386,17 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
         if not fitting:
             near = difflib.get_close_matches(pattern, names, 1, 0)
             raise ArgumentError(
-                f"{call}: only={pattern!r} fits no name of the state",
-                expected='a pattern of names, such as "model.*"',
+                f"{call}: only={pattern!r} matches no name of the state",
+                expected='a name pattern, such as "model.*"',
                 found=first_texts(names, ", "),
-                fix=f"write {near[0]!r}" if near else None,
+                fix=f"pass {near[0]!r}" if near else "pass a pattern of one of these names",
             )
     tree.arrays = {name: x for name, x in tree.arrays.items() if name in meant}
     tree.leaves = {name: leaf for name, leaf in tree.leaves.items() if name in meant}
 
 
 def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> None:
-    """Remove from ``tree`` the per-rank arrays that another mesh, or number of ranks, saved."""
+    """Remove per-rank arrays that another mesh or number of ranks saved."""
     here = None if members.mesh is None else axes_told(members.mesh)
     there = manifest.leaves.get("rng.mesh")
     is_other = None not in (here, there) and here != there
@@ -401,7 +407,7 @@ def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> N
 
 
 def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[str, Any]:
-    """Return the saved values of a state's leaves; raise if a NumPy number overflows."""
+    """Return the saved values of leaves; raise if a NumPy number overflows."""
     values = {}
     for name, leaf in tree.leaves.items():
         value = manifest.leaves[name]
@@ -409,19 +415,23 @@ def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[s
             values[name] = leaf.converted(value)
         except (OverflowError, ValueError) as error:
             raise CheckpointError(
-                f"{call}: {name} does not fit into the state",
+                f"{call}: the value of {name} does not fit the state's type",
                 where=folder,
-                expected=f"a {type(leaf.value).__name__}, of the state",
+                expected=f"a {type(leaf.value).__name__}, as in the state",
                 found=f"{value!r}, in the checkpoint",
-                fix=f"make {name} a plain number of Python",
+                fix=f"use a Python number for {name}",
             ) from error
     return values
 
 
 def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str) -> None:
-    """Raise if the checkpoint lacks names of ``tree``; with missing="keep" drop these from it."""
+    """Raise if the checkpoint lacks names; with missing="keep", remove them from ``tree``."""
     if missing not in ("error", "keep"):
-        raise ArgumentError(f"{call}: missing={missing!r}", expected='"error" or "keep"')
+        raise ArgumentError(
+            f"{call}: missing={missing!r} is not supported",
+            expected='"error" or "keep"',
+            fix='pass missing="error" or missing="keep"',
+        )
     names = manifest.names
     has_none = not {*tree.arrays, *tree.leaves} & {*names}
     pairs = (tree.arrays, manifest.arrays, "a leaf"), (tree.leaves, manifest.leaves, "an array")
@@ -432,7 +442,7 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
             raise CheckpointError(
                 f"{call}: {swapped[0]} is {other} in the checkpoint",
                 where=folder,
-                fix=f"load it as {other}, or leave it out",
+                fix=f"load it as {other}, or exclude it with only=",
             )
         if lacking and (missing == "error" or has_none):
             near = difflib.get_close_matches(lacking[0], names, 1)
@@ -442,12 +452,12 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
                 f"{call}: the checkpoint lacks {len(lacking)} names of the state",
                 where=folder,
                 expected=first_texts(lacking, ", "),
-                found=f"{near[0]!r} is nearest to {lacking[0]!r}"
+                found=f"{near[0]!r}, the name most similar to {lacking[0]!r}"
                 if near
                 else first_texts(names, ", ") or "no names",
-                fix=f"names there lack {prefix!r}: load dict(model.state_dict(keep_vars=True))"
+                fix=f"remove the prefix {prefix!r}: load dict(model.state_dict(keep_vars=True))"
                 if {*bare} <= {*saved}
-                else 'missing="keep" leaves them as they are, only= names those that are meant',
+                else 'pass missing="keep" to leave them unchanged, or only= to select names',
             )
         for name in lacking:
             del mine[name]

@@ -1,7 +1,7 @@
-"""The manifest: which arrays and leaves a checkpoint has, and which file holds which piece.
+"""Parse, check and write manifests, which list a checkpoint's arrays, leaves and files.
 
-``manifest.json`` is the last file that a save writes. Its text may come from anywhere: what is read
-is checked whole before it is used, and an array's pieces make the whole.
+A save writes ``manifest.json`` last. The file may be untrusted, so it is fully checked before use:
+an array's pieces must cover it exactly.
 
     {"format": "meshdist", "version": 1,
      "leaves": {"step": 5}, "tree": {"step": 0, "model": {"up.weight": 1}},
@@ -10,7 +10,7 @@ is checked whole before it is used, and an array's pieces make the whole.
          {"offsets": [0, 0], "shape": [4, 6], "crc32": 1234}}}},
      "crc32": 5678}
 
-The last number is the CRC-32 of the text before it, since leaves stand nowhere else.
+The last number is the CRC-32 of the text before it, which alone has the leaves.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 _MOST = 1 << 62
 _SUM = ', "crc32": '
 MOST_LEVELS = 100
-"""How deep dicts and lists of a state lie in each other at most; some readers take few more."""
+"""The maximum nesting of dicts and lists in a state; some JSON readers support few more."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""The exceptions that reading a text meets where it is not what a save writes."""
+"""The exceptions that parsing a malformed text may raise."""
 _LONGEST = 300
 
 DTYPES_IN_FILES = {facts.name: facts for facts in DTYPES.values() if facts.in_files}
-"""The facts of the dtypes that files can have, by name."""
+"""The dtypes that files support, by name."""
 _BY_FILE_NAME = {facts.in_files: name for name, facts in DTYPES_IN_FILES.items()}
 
 
-HeaderFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""The facts of an array in a file: the dtype's name there, the shape, the offsets."""
+FingerprintFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""An array in a file: the dtype's name in the file, the shape, the offsets."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part (``box``) of an array in a file, under the array's name, and its checksum."""
+    """A part (``box``) of an array in a file, and its checksum."""
 
     file: str
     box: Box
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass
 class SavedArray:
-    """An array of a checkpoint: its dtype's name, its shape, and its pieces."""
+    """An array of a checkpoint: its dtype's name, shape, and pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +71,6 @@ class SavedArray:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The array's dtype of torch."""
         return DTYPES_IN_FILES[self.dtype].dtype
 
 
@@ -80,10 +79,9 @@ class Manifest:
     """The contents of a checkpoint.
 
     Args:
-        arrays: by name.
-        leaves: all that is no array, by name, as JSON.
+        leaves: all values that are not arrays, as JSON.
         file_bytes: the size of each file.
-        ending: the end of the text that it was read from, with the checksum; "" of files alone.
+        ending: the end of the text, with the checksum; "" if built from file headers.
     """
 
     arrays: dict[str, SavedArray]
@@ -93,19 +91,20 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """Return the manifest in a JSON text of path ``where``; raise if it is damaged."""
+        """Return the manifest in a JSON text of path ``where``; raise if damaged."""
         try:
             found = json.loads(text, object_pairs_hook=_without_twins)
             if found["format"] != _FORMAT or found["version"] != _VERSION:
                 raise CheckpointError(
-                    "this version of meshdist cannot read the checkpoint",
+                    "this version of meshdist cannot read the checkpoint's format",
                     where=where,
                     expected=f"format {_FORMAT!r}, version {_VERSION}",
                     found=_shortened(f"format {found['format']!r}, version {found['version']!r}"),
+                    fix="load it with the version of meshdist that saved it",
                 )
             summed, _, told = text.rpartition(_SUM)
             if told != f"{_sum_of(summed)}}}":
-                raise ValueError("its text has another checksum, it has changed")
+                raise ValueError("the text does not match its checksum")
             arrays = {
                 name: SavedArray(str(facts["dtype"]), sizes_in(facts["shape"]))
                 for name, facts in found["arrays"].items()
@@ -113,7 +112,7 @@ class Manifest:
             file_bytes = {}
             for file, facts in found["files"].items():
                 if not _FILE_NAME.fullmatch(file):
-                    raise ValueError(f"{file!r} is no name of a file in the folder")
+                    raise ValueError(f"{file!r} is not the name of a file in the folder")
                 (file_bytes[file],) = sizes_in([facts["bytes"]])
                 for name, piece in facts["pieces"].items():
                     starts, shape = sizes_in(piece["offsets"]), sizes_in(piece["shape"])
@@ -124,7 +123,7 @@ class Manifest:
                     arrays[name].pieces.append(Piece(file, box, crc32))
             leaves = dict(found["leaves"])
             if not is_plain(leaves, MOST_LEVELS + 1):
-                raise ValueError("leaves are nested too deep")
+                raise ValueError("leaves are nested too deeply")
             manifest = cls(arrays, leaves, file_bytes, _SUM + told)
             manifest.check()
         except CheckpointError:
@@ -134,25 +133,26 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Raise ValueError unless pieces cover each array exactly, and fit their files."""
+        """Raise ValueError unless pieces cover each array exactly and fit their files."""
         bytes_in = dict.fromkeys(self.file_bytes, 0)
         for name, array in self.arrays.items():
             if array.dtype not in DTYPES_IN_FILES:
-                raise ValueError(f"{name}: no dtype {array.dtype!r} in files")
+                raise ValueError(f"{name}: unsupported dtype {array.dtype!r}")
             boxes = [piece.box for piece in array.pieces]
             if any(len(box) != len(array.shape) for box in boxes):
-                raise ValueError(f"{name}: a piece has another number of dims than {array.shape}")
+                raise ValueError(
+                    f"{name}: a piece has a different number of dims than {array.shape}"
+                )
             if fault := find_fault(array.shape, boxes):
                 raise ValueError(f"{name}: {fault}")
             for piece in array.pieces:
                 bytes_in[piece.file] += volume(piece.box) * array.torch_dtype.itemsize
         for file, size in self.file_bytes.items():
             if bytes_in[file] > size:
-                raise ValueError(f"{file} has {size} bytes, its pieces {bytes_in[file]}")
+                raise ValueError(f"{file} has {size} bytes, but its pieces have {bytes_in[file]}")
 
     @property
     def names(self) -> list[str]:
-        """The names of arrays, then those of leaves."""
         return [*self.arrays, *self.leaves]
 
 
@@ -162,13 +162,10 @@ def manifest_text(
     arrays: Mapping[str, tuple[str, tuple[int, ...]]],
     files: Mapping[str, Any],
 ) -> str:
-    """Return the text of a manifest, which ``Manifest.from_json`` reads.
+    """Return a manifest's text, which ``Manifest.from_json`` reads.
 
     Args:
-        leaves: what is no array, by name, as JSON values.
-        tree: nested dicts, by the keys of which names are made; a leaf is 0, an array 1.
-        arrays: dtype and shape by name.
-        files: by name, as they stand in the text.
+        tree: nested dicts by the keys that form names; a leaf is 0, an array 1.
     """
     found = {
         "format": _FORMAT,
@@ -185,16 +182,16 @@ def manifest_text(
 
 
 def sizes_in(given: Any) -> tuple[int, ...]:
-    """Return a list of JSON as a tuple of sizes; raise ValueError if it is none."""
+    """Return a JSON list as a tuple of sizes; raise ValueError for other values."""
     if not isinstance(given, list) or {*map(type, given)} - {int}:
-        raise ValueError(f"{given!r} is no list of whole numbers")
+        raise ValueError(f"{given!r} is not a list of integers")
     if given and not 0 <= min(given) <= max(max(given), math.prod(given)) < _MOST:
-        raise ValueError(f"{given!r} is too large, or below 0")
+        raise ValueError(f"{given!r} is too large or negative")
     return tuple(given)
 
 
 def headers_as_manifest(
-    headers: Mapping[str, Mapping[str, HeaderFacts]],
+    headers: Mapping[str, Mapping[str, FingerprintFacts]],
     file_bytes: Mapping[str, int],
     where: str,
 ) -> Manifest:
@@ -206,7 +203,7 @@ def headers_as_manifest(
             known = SavedArray(_BY_FILE_NAME.get(dtype, dtype), shape)
             array = arrays.setdefault(name, known)
             if array.dtype != known.dtype or len(array.shape) != len(box):
-                raise damaged(where, f"{name} has other dtypes or dims in two files")
+                raise damaged(where, f"{name} has different dtypes or dims in two files")
             array.pieces.append(Piece(file, box))
             array.shape = tuple(map(max, array.shape, [stop for _, stop in box]))
     manifest = Manifest(arrays, {}, dict(file_bytes))
@@ -218,7 +215,7 @@ def headers_as_manifest(
 
 
 def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
-    """Return whether JSON restores ``value``: text keys, at most ``levels`` levels."""
+    """Return whether JSON restores ``value``: string keys, at most ``levels`` levels."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and is_plain([*value.values()], levels)
     if isinstance(value, (list, tuple)):
@@ -227,26 +224,25 @@ def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
 
 
 def damaged(where: str, found: str) -> CheckpointError:
-    """Return the error of a checkpoint whose files contradict each other or themselves."""
+    """Return the error of files that contradict each other or themselves."""
     return CheckpointError(
-        "the checkpoint is damaged, or was not written by a save",
+        "the checkpoint is damaged, or was not written by md.checkpoint.save",
         where=where,
-        expected="files as a save leaves them",
+        expected="unmodified files of one save",
         found=_shortened(found),
         fix="load an older checkpoint",
     )
 
 
 def _shortened(text: str) -> str:
-    """Return ``text``, cut at a limit for messages."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; raise ValueError if a name is there twice."""
+    """Return the pairs as a dict; raise ValueError for a duplicate name."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError(f"names that stand twice among {_shortened(str([*found]))}")
+        raise ValueError(f"duplicate names among {_shortened(str([*found]))}")
     return found
 
 

@@ -1,6 +1,6 @@
-"""Saves that do not wait: the program goes on as soon as its values are copied to host memory.
+"""Save in the background: the program continues once its values are copied to host memory.
 
-A thread of each rank writes its part. The next save, a load, or the end of the world waits for it.
+Each rank's thread writes its part. The next save, a load, or the end of the world waits for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _log = logging.getLogger("meshdist.checkpoint")
 
 
 class PendingSave:
-    """A save that may still be under way: what ``save_async`` returns."""
+    """A save that may still be running, returned by ``save_async``."""
 
     def __init__(self, path: str, job: SaveJob | None = None) -> None:
         self.path = path
         """The folder of the checkpoint, once it is complete."""
         self._job = job
-        """The save, None once ``wait`` has ended it."""
+        """The save; None after ``wait``."""
         self._error: Exception | None = None
         self._thread = threading.Thread(target=_write, args=(job,), name="meshdist-checkpoint")
         if job is not None:
@@ -36,7 +36,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Return whether this rank has written its part, well or not; nothing is sent."""
+        """Return whether this rank has finished writing, successfully or not; no communication."""
         return not self._thread.is_alive()
 
     @property
@@ -46,18 +46,18 @@ class PendingSave:
 
     @hidden_from_modes
     def wait(self) -> None:
-        """Return once the checkpoint is whole and on disk, on all ranks; collective.
+        """Wait until the checkpoint is complete and on disk on all ranks; collective.
 
         Raises:
-            CheckpointError: a rank has failed to write its part, or to complete the checkpoint.
-            GroupClosedError: the world was closed before.
+            CheckpointError: a rank failed to write its part or to complete the checkpoint.
+            GroupClosedError: the world was closed earlier.
         """
         if self._job is not None:
             self._thread.join()
             try:
                 self._job.end()
             except Exception as error:
-                # A copy: else this object would hold the error, whose frames hold this object.
+                # Keep a copy without frames, to avoid a reference cycle.
                 self._error = without_frames(error)
             self._job = None
         if self._error is not None:
@@ -72,29 +72,29 @@ class PendingSave:
 
 def _write(job: SaveJob) -> None:
     job.write()
-    if job.error is not None:  # the program may wait much later, or never
+    if job.error is not None:  # the program may call wait() much later, or never
         _log.error("meshdist: rank %d could not save its part: %s", job.members.rank, job.error)
 
 
 class Staging:
-    """The last asynchronous save of a world or process, and the host memory that is kept."""
+    """The last asynchronous save of a world or process, and its reusable host memory."""
 
     def __init__(self) -> None:
         self._slot: dict[str, torch.Tensor] = {}
-        """The host memory that is kept, by names of arrays."""
+        """The reusable host memory, by array name."""
         self._pending: PendingSave | None = None
 
     def settle(self) -> None:
-        """Wait for this rank's part of the last save; raise its error unless ``wait`` has."""
+        """Settle the last save, if any."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.settle()
 
     def start(self, job: SaveJob) -> PendingSave:
-        """Copy this rank's arrays, and return a save that a thread makes."""
+        """Copy this rank's arrays, and start a save in a thread."""
         try:
             job.pieces = self._slot = _host_copies(job.views(), self._slot)
-        except Exception as error:  # such as a lack of memory, on this rank: all will raise it
+        except Exception as error:  # for example, out of memory: all ranks raise it later
             job.error = error
         self._pending = PendingSave(job.final, job)
         return self._pending
@@ -103,7 +103,7 @@ class Staging:
 def _host_copies(
     views: dict[str, torch.Tensor], slot: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return copies of ``views`` on the host, in the memory of ``slot`` if it fits."""
+    """Return host copies of ``views``, in the memory of ``slot`` if it fits."""
     copies, streams = {}, []
     for name, view in views.items():
         kept = slot.get(name)
@@ -111,7 +111,7 @@ def _host_copies(
             kept = torch.empty(view.shape, dtype=view.dtype, device="cpu", pin_memory=view.is_cuda)
         copies[name] = kept
         if view.is_cuda:
-            # On a stream of its own, so that kernels of the program run meanwhile.
+            # Use a separate stream, to overlap with the program's kernels.
             stream = torch.cuda.Stream(view.device)
             stream.wait_stream(torch.cuda.current_stream(view.device))
             with torch.cuda.stream(stream):
@@ -125,7 +125,7 @@ def _host_copies(
 
 
 def staging_of(world: World | None) -> Staging:
-    """Return the asynchronous saves of ``world``, of this process for None."""
+    """Return the asynchronous saves of ``world``, or of this process."""
     if world is None:
         return _staging_alone()
     if world.saves is None:

@@ -1,11 +1,10 @@
-"""Which part of each array a rank saves, and whether pieces make a whole: boxes alone, no arrays.
+"""Assign parts of arrays to ranks for saving, and check that pieces cover an array.
 
-Replicas share what they hold. Their arrays, laid in a row, make a line of bytes,
-which they cut evenly; the cuts lie between rows of an array's longest dim, and a small array is
-never cut. So each byte is saved once, writers differ by a row at most, and most arrays have one
-piece for each of their shards.
+Replicas share the work: they evenly split the bytes of their arrays, in sequence. Splits are
+between rows of an array's longest dimension, and never inside a small array. So each byte is saved
+once, replicas differ by at most one row, and most arrays need a single piece per shard.
 
-Drawn case: two replicas save w of 6 rows, 60 bytes, and b of 20 bytes, which is small.
+Worked example: two replicas save w of 6 rows, 60 bytes, and b of 20 bytes, which is small.
 
     array       |-------------- w --------------|--- b ---|
     row          0    1    2    3    4    5
@@ -30,15 +29,15 @@ from ..mesh.placement import Box, box_text, shape_of, volume
 from ..mesh.spec import NamedSharding
 
 SMALL = 64 << 10
-"""Arrays of fewer bytes are saved and read whole."""
+"""Arrays of fewer bytes are saved and read without splitting."""
 
 
 class Holding(NamedTuple):
-    """Part of an array that this rank has, and the replicas that hold the same part.
+    """The part of an array that this rank has, and its replicas.
 
     Args:
-        replicas: a key, equal for arrays whose replicas are the same ranks.
-        replica: this rank's number among them.
+        replicas: a key, equal for arrays with the same replicas.
+        replica: this rank's index among them.
     """
 
     box: Box
@@ -51,7 +50,7 @@ class Holding(NamedTuple):
 def holding_of(
     sharding: NamedSharding, shape: tuple[int, ...], itemsize: int, rank: int
 ) -> Holding:
-    """Return what ``rank`` holds of an array with this sharding, with its replicas."""
+    """Return the part of an array that ``rank`` holds, and its replicas."""
     free = sharding.placement(shape).free_axes
     count = math.prod(sharding.layout.sizes[axis] for axis in free)
     replicas = sharding.layout, free
@@ -59,7 +58,7 @@ def holding_of(
 
 
 def parts_of(holdings: Mapping[str, Holding]) -> dict[str, Box]:
-    """Return, by array, the box that this rank saves; without entry where replicas save it."""
+    """Return, by array, the box that this rank saves, unless other replicas save it."""
     alike: dict[Hashable, dict[str, Holding]] = {}
     for name, holding in holdings.items():
         alike.setdefault((holding.replicas, holding.num_replicas), {})[name] = holding
@@ -77,11 +76,11 @@ def parts_of(holdings: Mapping[str, Holding]) -> dict[str, Box]:
 def own_parts(
     boxes: Sequence[tuple[Box, int]], replica: int, num_replicas: int, small: int = SMALL
 ) -> list[Box | None]:
-    """Return the part of each box that a replica saves, None where others save all of it.
+    """Return the part of each box that a replica saves; None if other replicas save all of it.
 
     Args:
-        boxes: those that all replicas hold, each with the bytes of an element.
-        small: a box of fewer bytes is not cut, but saved by a single replica.
+        boxes: the boxes of all replicas, each with an element's size in bytes.
+        small: a single replica saves a box of fewer bytes.
     """
     sizes = [volume(box) * itemsize for box, itemsize in boxes]
     total = sum(sizes)
@@ -95,7 +94,7 @@ def own_parts(
         shape = shape_of(box)
         dim = shape.index(max(shape)) if size >= small else None
         rows = 1 if dim is None else shape[dim]
-        # The first rows that begin at or behind the ends of this replica's part of the line.
+        # The first rows that start at or after the ends of this replica's part of the line.
         begin, end = (min(max(-((start - at) * rows // size), 0), rows) for at in (first, last))
         start += size
         if begin >= end:
@@ -109,12 +108,11 @@ def own_parts(
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of a whole array."""
     return tuple([(0, size) for size in shape])
 
 
 def intersect(first: Box, second: Box) -> Box | None:
-    """Return the elements that two boxes have in common, None where they have none.
+    """Return the common elements of two boxes, None if none.
 
     Example:
         >>> intersect(((0, 4), (0, 2)), ((3, 6), (1, 2))), intersect(((0, 4),), ((4, 6),))
@@ -130,7 +128,7 @@ def intersect(first: Box, second: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Return a box that lies in ``outer``, counted from the begin of ``outer``.
+    """Return ``box`` relative to the start of ``outer``, which contains it.
 
     Example:
         >>> within(((3, 4), (1, 2)), ((2, 6), (1, 2)))
@@ -142,7 +140,7 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Return what keeps boxes from making a whole array of this shape, or "".
+    """Return why boxes do not cover an array exactly, or "".
 
     Example:
         >>> find_fault((4,), [((0, 2),), ((2, 4),)]), find_fault((4,), [((0, 2),), ((1, 3),)])
@@ -155,12 +153,12 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
         return ""
     for box in found:
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
-            return f"piece {box_text(box)} lies outside of {tuple(shape)}"
-    # Along the dim that is cut most often few pieces are open at a time. A matrix that 1,000 ranks
-    # cut into columns would have all of them open along its rows: 500,000 pairs to compare.
+            return f"piece {box_text(box)} is outside {tuple(shape)}"
+    # Along the dimension that is split most often, few pieces are open at a time. A matrix split
+    # into columns by 1,000 ranks would have all open along its rows: 500,000 pairs to compare.
     dims = range(len(shape))
     cut = max(dims, key=lambda dim: len({box[dim] for box in found}), default=0)
-    open_boxes: list[Box] = []  # those that reach behind the begin of the next
+    open_boxes: list[Box] = []  # boxes that extend past the start of the next
     for box in sorted(found, key=lambda box: box[cut:]):
         open_boxes = [other for other in open_boxes if not box or other[cut][1] > box[cut][0]]
         for other in open_boxes:

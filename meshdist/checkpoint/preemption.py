@@ -1,4 +1,4 @@
-"""Jobs that end and start again: ``md.preempted`` and ``md.restart_count``."""
+"""Detect preemption and restarts of a job."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import threading
 from types import FrameType
 from typing import Any
 
-from ..bootstrap.environments import find_restart_count
+from ..backends.simulated.scheduler import find_rank_here
+from ..bootstrap.launch_environment import find_restart_count
 from ..bootstrap.world import find_unjoined_place, find_world
-from ..collectives.comparing import is_any
 from ..collectives.torch_private import hidden_from_modes
+from ..collectives.value_comparison import is_any
 from ..errors import WorldError
 from ..groups.process_group import resolve_group
-from ..wires.simulated.scheduler import find_rank_here
 
 __all__ = ["preempted", "restart_count"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _former: dict[int, Any] = {}
-"""The handlers that were there before, by signal; empty until the first call."""
+"""The previous handlers, by signal; empty until the first call."""
 _received: list[int] = []
-"""The signals that have come; a process has them for itself, whatever its world."""
+"""The received signals of this process, regardless of its world."""
 
 
 @hidden_from_modes
 def preempted() -> bool:
-    """Whether a signal asks this job to end: one answer on all ranks, at the same call.
+    """Return whether a signal asked this job to stop; equal on all ranks at each call.
 
-    From its first call on, SIGTERM and SIGUSR1 do not end this process: they are noted, on any
-    rank, and handlers that were there before are called. Call it on every rank, once a step, and
-    save and leave the loop where it is True.
+    After its first call, SIGTERM and SIGUSR1 no longer terminate the process: they are recorded, on
+    any rank, and previous handlers are called. Call it on every rank once per step; if it returns
+    True, save and leave the loop.
 
-    Cost: an all-reduce of 4 bytes over the world; on NCCL the host waits for the device.
+    Cost: an all-reduce of 4 bytes over all ranks; on NCCL the host waits for the device.
 
     Raises:
-        WorldError: the first call comes from another thread than the main thread.
+        WorldError: the first call is not in the main thread.
 
     Example:
         >>> import meshdist as md
@@ -51,8 +51,9 @@ def preempted() -> bool:
             rank.scheduler.call_outside(_install)
     if not _former:
         raise WorldError(
-            "preempted() must be called first in the main thread, which alone may handle signals",
-            fix="call md.preempted() once where the program begins",
+            "preempted() cannot install signal handlers outside the main thread",
+            expected="the first call in the main thread",
+            fix="call md.preempted() once in the main thread, at the start of the program",
         )
     mine = bool(_received)
     if find_world() is None and find_unjoined_place() is None:
@@ -61,7 +62,7 @@ def preempted() -> bool:
 
 
 def restart_count() -> int:
-    """How often this job was started again, as torchrun or Slurm tell; 0 where none does.
+    """Return how often torchrun or Slurm restarted this job; 0 without such a launcher.
 
     Example:
         >>> import meshdist as md

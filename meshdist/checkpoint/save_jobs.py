@@ -1,11 +1,11 @@
-"""A save under way: each rank writes its part, and the rank that writes last commits the folder.
+"""Run a save: each rank writes its part, and the rank that finishes last commits the folder.
 
-No rank waits for another rank while it writes, so a thread may write, also as the program ends. The
+No rank waits for another while it writes, so a thread can write, also during program exit. The
 ranks agree on the result when the program waits for the save.
 
-    rank 0    makes the folder    writes its part, counts 1              agrees: all is well
-    rank 1                        writes its part, counts 3, commits     agrees: all is well
-    rank 2                        writes its part, counts 2              agrees: all is well
+    rank 0    creates the folder  writes its part, counts 1              agrees: success
+    rank 1                        writes its part, counts 3, commits     agrees: success
+    rank 2                        writes its part, counts 2              agrees: success
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from ..errors import CheckpointError
 from ..mesh.placement import Box, index_of
 from . import files
 from .manifest import SUFFIX, manifest_text
-from .members import Members, as_ours
+from .participants import Members, as_ours
 from .pieces import within
 from .trees import StateArray
 
 
 @dataclass
 class SaveJob:
-    """A save under way: makes the folder, writes this rank's part, commits on the last rank.
+    """A running save: creates the folder, writes this rank's part, commits on the last rank.
 
     Args:
-        final: the path of the checkpoint.
-        tree: the keys of the state, nested.
-        leaves: copies of the leaves by name, {} on all ranks but the first.
-        parts: which part of each array this rank saves.
+        leaves: copies by name; {} on all ranks except the first.
+        parts: the part of each array that this rank saves.
     """
 
     members: Members
@@ -45,19 +43,19 @@ class SaveJob:
     entries: dict[str, StateArray]
     parts: dict[str, Box]
     path: str = ""
-    """The path of the folder that is written."""
+    """The path of the unfinished folder."""
     folder: files.UnfinishedFolder | None = None
-    """The folder, on which this rank holds a lock until it has written its part."""
+    """The folder, locked by this rank until it has written its part."""
     pieces: dict[str, torch.Tensor] | None = None
-    """Copies of the parts, if a thread writes them, which may start no thread as Python ends."""
+    """Copies of the parts if a thread writes them; it cannot start threads during Python's exit."""
     error: Exception | None = None
-    """The error of this rank, for all ranks."""
+    """This rank's error, which all ranks raise."""
 
     def begin(self) -> None:
-        """Make the folder on the first rank, lock it on all; raise on all if any rank fails."""
+        """Create the folder on the first rank, lock it on all; raise on all if any rank fails."""
         try:
             self.path = self.members.first_does(self._make_folder)
-            self.members.all_do(self._lock)  # before any rank has written, and drops its own lock
+            self.members.all_do(self._lock)  # before any rank drops its lock
         except CheckpointError:  # on all ranks
             self.members.all_do(self._unlock)
             self._drop()
@@ -71,7 +69,6 @@ class SaveJob:
             self.folder.unlock()
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return views of the parts that this rank saves, by name."""
         found = {}
         for name, box in self.parts.items():
             entry = self.entries[name]
@@ -95,20 +92,19 @@ class SaveJob:
             self.error = as_ours(without_frames(error), self.members.call)
 
     def end(self) -> None:
-        """Raise on all ranks what writing has raised on any; collective."""
+        """Raise on all ranks if any failed to write; collective."""
         try:
             self.members.all_do(self.raise_error)
-        except CheckpointError:  # of a rank; any other error: a rank has ended, one may yet commit
+        except CheckpointError:  # after other errors a rank may still commit
             self._drop()
             raise
 
     def raise_error(self) -> None:
-        """Raise this rank's error, if any."""
         if self.error is not None:
             raise without_frames(self.error)
 
     def _drop(self) -> None:
-        """Remove the folder, unless a rank still writes it: then the next save removes it."""
+        """Remove the folder, unless a rank still writes it; then the next save removes it."""
         if self.members.is_first:
             with suppress(OSError):
                 files.remove_leftovers(os.path.dirname(self.final))
@@ -121,17 +117,16 @@ class SaveJob:
     def _lock(self) -> None:
         if not os.path.isdir(self.path):
             raise CheckpointError(
-                f"{self.members.call}: this rank does not see the folder that the first rank has "
-                "made",
+                f"{self.members.call}: this rank cannot see the folder that the first rank created",
                 where=self.path,
-                expected="a file system that all ranks share",
-                fix="save to a shared file system; a folder local to a host holds a part alone",
+                expected="a file system shared by all ranks",
+                fix="save to a shared file system, not to a folder that is local to a host",
             )
         if self.folder is None:
             self.folder = files.UnfinishedFolder(self.final, self.path)
 
     def _write(self) -> dict[str, Any] | None:
-        """Write this rank's file; return its entry for the manifest, None without arrays."""
+        """Write this rank's file; return its manifest entry, None without arrays."""
         pieces = self.pieces
         if pieces is None:
             pieces = {name: view.cpu().contiguous() for name, view in self.views().items()}
@@ -151,7 +146,7 @@ class SaveJob:
         return {"bytes": size, "pieces": told}
 
     def _manifest(self, notes: list[Any]) -> str:
-        """Return the manifest's text, from each rank's file and the first rank's leaves."""
+        """Return the manifest of all ranks' files and the first rank's leaves."""
         pairs = zip(self.members.ranks, notes, strict=True)
         return manifest_text(
             notes[0]["leaves"],
@@ -166,7 +161,7 @@ def _file_of(rank: int) -> str:
 
 
 def _apart(pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``pieces`` with copies of those whose memory overlaps another's."""
+    """Return ``pieces``, copied if their memory overlaps."""
     found, end = dict(pieces), 0
     for name, piece in sorted(pieces.items(), key=lambda item: item[1].data_ptr()):
         if piece.data_ptr() < end:

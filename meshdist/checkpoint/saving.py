@@ -1,10 +1,10 @@
-"""``md.checkpoint.save``: every rank writes its part, and the folder appears whole or not at all.
+"""Save a checkpoint from all ranks: ``md.checkpoint.save``.
 
-1. All ranks agree on names, dtypes, shapes, specs and leaves; the sizes of marked parts are told.
-2. The first rank makes the folder, and all see it.
-3. Each rank writes one file of what it saves, a note for the manifest, and counts itself.
-4. The rank that counts last writes the manifest, and renames the folder.
-5. All ranks agree on how it went: at once in ``save``, in ``wait()`` after ``save_async``.
+1. All ranks compare names, dtypes, shapes, specs and leaves, and exchange shard sizes.
+2. The first rank creates the folder, and all ranks check that they see it.
+3. Each rank writes its part to one file, and a record for the manifest, and counts itself.
+4. The rank that counts last writes the manifest and renames the folder.
+5. All ranks agree on the result: at the end of ``save``, or in ``wait()`` after ``save_async``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import KindError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from .manifest import Manifest
-from .members import Members
+from .participants import Members
 from .pending_saves import PendingSave, staging_of
 from .pieces import Holding, holding_of, parts_of
 from .save_jobs import SaveJob
@@ -45,31 +45,32 @@ Facts: TypeAlias = tuple[dict[str, StateArray], dict[str, str], dict[str, torch.
 @hidden_from_modes
 @torch.no_grad()
 def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = None) -> None:
-    """All ranks have written a state to a folder, which is whole, or is not there.
+    """Save a state to a folder that appears only when it is complete; collective.
 
-    Collective over the mesh, or the world where there is no mesh; without a world the process
-    saves alone. Each byte is written once: ranks that hold the same share the work. The folder
-    holds a file of safetensors per rank and a manifest, and any mesh can load it; see the page on
-    checkpoints. Other ranks' failures are raised on every rank.
+    The call is collective over the mesh, or over all ranks without a mesh; without a world the
+    process saves alone. Each byte is written once: ranks with equal values share the work. The
+    folder holds one safetensors file per rank and a manifest, and any mesh can load it. If any rank
+    fails, every rank raises.
 
     Args:
-        state: nested dicts of arrays and JSON values, or a ``State``. Arrays: ShardedArrays,
-            tensors that carry a spec (``md.annotate``, ``md.shard``, ``md.parallelize``), DTensors;
-            all other arrays, and the values, are equal on all ranks. The keys joined by dots are
-            the names.
-        path: of the folder; nothing may be there. Folders above it are made.
-        mesh: has the axes of the specs; None takes the mesh in force, or that of ShardedArrays.
+        state: nested dicts of arrays and JSON values, or a ``State``. Sharded arrays are
+            ShardedArrays, tensors with a spec (``md.annotate``, ``md.shard``, ``md.parallelize``)
+            and DTensors. Other arrays, and the values, must be equal on all ranks. Dict keys joined
+            by dots are names.
+        path: the folder, which must not exist. Parent folders are created.
+        mesh: the mesh with the specs' axes; None uses the current mesh, or the ShardedArrays' mesh.
 
-    Cost: besides the writing five small messages, one more for each set of axes that cuts marked
-        tensors.
+    Cost: besides writing, five small messages, and another for each set of axes that shards
+        annotated tensors.
 
     Raises:
-        CheckpointError: the path is taken, the disk fails, ranks see different disks.
-        AgreementError: ranks have other names, arrays, leaves, or values of arrays that are not
-            marked; of arrays above 16 KiB 64 elements are compared, all on simulated ranks and at
-            DETAIL.
-        AxisTypeError: an array is unreduced. DtypeError: files lack the dtype. KindError: a leaf
-            that JSON lacks. MeshError: specs, and no mesh.
+        CheckpointError: the path exists, the disk fails, or ranks see different disks.
+        MismatchError: names, arrays, leaves or values of replicated arrays differ between ranks. Of
+            arrays above 16 KiB, 64 elements are compared; all on simulated ranks and at DETAIL.
+        AxisTypeError: an array is unreduced.
+        DtypeError: safetensors files do not support the dtype.
+        KindError: JSON does not support a leaf.
+        MeshError: there are specs but no mesh.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -93,18 +94,18 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
 def save_async(
     state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = None
 ) -> PendingSave:
-    """Copy what this rank saves, and let a thread write it; see ``save``.
+    """Copy this rank's part and write it in a background thread; see ``save``.
 
-    You may change the state as soon as this returns. The rank that writes last completes the
-    checkpoint. No rank waits for another rank. The next save waits for the thread. A process that
-    ends still writes its part. Simulated ranks write before this returns.
+    You may change the state as soon as this returns. The last rank to finish writing completes the
+    checkpoint; no rank waits for another. A process that exits still writes its part. Simulated
+    ranks write before this returns.
 
     Returns:
-        The pending save. Its ``wait()`` is collective. It returns once the checkpoint is whole, and
-        raises the failure of any rank on every rank. The next save and the next load of the same
-        ranks do the same. ``destroy_process_group`` waits for this rank's part alone.
+        The pending save. Its ``wait()`` is collective: it returns once the checkpoint is complete,
+        and raises any rank's failure on every rank. The next save and load of the same ranks also
+        wait and raise. ``destroy_process_group`` waits for this rank's part only.
 
-    Cost: a copy of this rank's part, into host memory that is kept for later saves.
+    Cost: a copy of this rank's part in host memory, kept for later saves.
 
     Raises:
         As ``save``.
@@ -124,7 +125,7 @@ def save_async(
 
 
 def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJob:
-    """Return a checked save whose folder exists; raise alike on all ranks; collective."""
+    """Return a checked save whose folder exists; raise the same error on all ranks; collective."""
     tree, error = read_state(call, state, mesh)
     members = Members(mesh or find_mesh(tree.arrays.values()), call)
 
@@ -149,7 +150,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
         if members.is_first or entry.whose != "first"
     }
     values = {name: leaf.json for name, leaf in tree.leaves.items()} if members.is_first else {}
-    leaves = copy.deepcopy(values)  # a list of the state may change while a thread writes
+    leaves = copy.deepcopy(values)  # the user may change a list while a thread writes
     job = SaveJob(
         members, checked_path(call, path), tree.shape, leaves, entries, parts_of(holdings)
     )
@@ -158,18 +159,18 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
 
 
 def mesh_of(state: Any, mesh: DeviceMesh | None, call: str) -> DeviceMesh | None:
-    """Return ``mesh``, or the mesh in force, or that of the state's arrays; None without any."""
-    found = mesh or find_current_mesh()  # else the state is read once more
+    """Return ``mesh``, the current mesh, or the state's mesh; None without any."""
+    found = mesh or find_current_mesh()  # read the state only if needed
     return found or find_mesh(read_state(call, state, None)[0].arrays.values())
 
 
 def read_state(
     call: str, state: Any, mesh: DeviceMesh | None, saved: Manifest | None = None
 ) -> tuple[Tree, Exception | None]:
-    """Return a state taken apart, or an empty tree and the error, which all ranks will raise.
+    """Return the state's tree, or an empty tree and the error, which all ranks will raise.
 
     Args:
-        saved: the contents of the checkpoint that the state is loaded from; None to save it.
+        saved: the checkpoint's manifest for a load; None for a save.
     """
     try:
         if hasattr(state, "to_tree"):
@@ -180,21 +181,22 @@ def read_state(
 
 
 def checked_path(call: str, path: Any) -> str:
-    """Return a path as absolute text; raise KindError for anything else."""
+    """Return an absolute path; raise KindError unless ``path`` is a path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise KindError(
-            f"{call} takes the path of a folder",
-            expected="a text or a pathlib.Path",
+            f"{call} requires the path of a folder",
+            expected="a non-empty str or a pathlib.Path",
             found=f"{path!r}, a {type(path).__name__}",
+            fix="pass for example path='checkpoints/step-10'",
         )
     return os.path.abspath(os.fspath(path))
 
 
 def agreed_entries(members: Members, read: Callable[[], Facts]) -> dict[str, StateArray]:
-    """Return this member's entries, checked to equal all others', with whole sizes; collective.
+    """Return this rank's entries with global sizes, equal on all ranks; collective.
 
     Args:
-        read: returns this member's, and texts and tensors that must be equal on all members.
+        read: returns this rank's entries, and texts and tensors that must be equal on all ranks.
     """
     entries: dict[str, StateArray] = members.all_agree(read)
     marked = {name: each for name, each in entries.items() if not each.sizes_are_known}

@@ -1,4 +1,4 @@
-"""``md.checkpoint.State``: a training program's whole state, by names that outlive its wrappers."""
+"""Collect a training program's state under wrapper-independent names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from ..annotations.carried_specs import find_spec, mark_spec
-from ..checking.program import warn_caller
+from ..annotations.tensor_specs import find_spec, mark_spec
+from ..checking.call_sites import warn_caller
 from ..errors import KindError
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_contexts.module_marks import restore_marks
-from ..typed_contexts.random_draws import find_seeded_axes, note_seeding, seed
+from ..typed_mode.module_annotations import restore_annotations
+from ..typed_mode.random_draws import find_seeded_axes, note_seeding, seed
 from .manifest import Manifest
-from .members import Members
-from .opened import OpenArrays
+from .participants import Members
+from .reader import OpenArrays
 from .trees import EachRanks, FirstRanks, axes_told, is_array
 
 __all__ = ["State"]
@@ -30,20 +30,21 @@ _WRAPPERS = ("module", "_orig_mod")
 class State:
     """The state of a training program, for ``save``, ``load`` and ``Checkpointer``.
 
-    Parameters and optimizer states bear the names of the bare model, whatever wraps it; states of
-    the shape of their parameter lie as it does. Buffers are the first rank's, as those of ``DDP``
-    are. Each rank's random generators draw the same numbers again on an equal mesh. On another mesh
-    they get a new seed, the CRC-32 of the first rank's saved state, and differ along the axes over
-    which ``md.seed`` made them differ.
+    Parameters and optimizer states have the unwrapped model's names. Optimizer states with their
+    parameter's shape are sharded like it. Buffers are the first rank's, as in ``DDP``. On an equal
+    mesh each rank's random generators continue their sequences. On another mesh, their seed is the
+    CRC-32 of the first rank's saved state, and they differ along the axes over which ``md.seed``
+    made them differ.
 
     Args:
-        model: a module, in ``DDP``, ``torch.compile`` or bare; several as a dict, by name.
-        optimizer: one of torch's, or a list of them; their parameters are the model's.
-        sampler: has ``state_dict`` and ``load_state_dict``, as ``DistributedSampler``: the same
-            samples follow on any number of ranks.
-        rng: whether the generators of torch, NumPy and ``random`` belong to it.
-        **leaves: all else: JSON values, arrays, dicts of these, further modules, and objects that
-            have ``state_dict`` and ``load_state_dict``, such as schedulers. They are attributes:
+        model: a module, wrapped in ``DDP`` or ``torch.compile`` or not; or a dict of modules by
+            name.
+        optimizer: a torch optimizer or a list of them; their parameters are the model's.
+        sampler: an object with ``state_dict`` and ``load_state_dict``, such as
+            ``DistributedSampler``, which continues with the same samples on any number of ranks.
+        rng: whether to include the generators of torch, NumPy and ``random``.
+        **leaves: everything else: JSON values, arrays, dicts of these, further modules, and objects
+            with ``state_dict`` and ``load_state_dict``, such as schedulers. They are attributes:
             ``state.step = 5``.
 
     Example:
@@ -72,9 +73,9 @@ class State:
         for each in models.values():
             if not isinstance(each, nn.Module) and model is not None:
                 raise KindError(
-                    "State takes a module as model, or a dict of modules",
+                    "State requires a module, or a dict of modules, as model=",
                     found=f"a {type(each).__name__}",
-                    fix="give the module itself, not its state_dict()",
+                    fix="pass the module, not its state_dict()",
                 )
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         self.__dict__.update(
@@ -86,20 +87,20 @@ class State:
         )
         if any(isinstance(leaf, torch.optim.Optimizer) for leaf in leaves.values()):
             raise KindError(
-                "State takes optimizers with the models whose parameters they have",
-                fix='State(model={"a": a, "b": b}, optimizer=[of_a, of_b])',
+                "State requires optimizers as optimizer=, with the models of their parameters",
+                fix='pass State(model={"a": a, "b": b}, optimizer=[of_a, of_b])',
             )
         if self._optimizers and model is None:
             raise KindError(
-                "State takes an optimizer with the model whose parameters it has",
-                fix="State(model=model, optimizer=optimizer)",
+                "State requires model= with optimizer=",
+                fix="pass State(model=model, optimizer=optimizer)",
             )
         for each in self._optimizers:
             if not isinstance(each, torch.optim.Optimizer):
                 raise KindError(
-                    "State takes an optimizer of torch, or a list",
+                    "State requires a torch optimizer, or a list of them, as optimizer=",
                     found=f"a {type(each).__name__}",
-                    fix="give other objects that have a state_dict by a name of your own",
+                    fix="pass other objects with a state_dict() as a separate keyword",
                 )
 
     def __getattr__(self, name: str) -> Any:
@@ -110,11 +111,11 @@ class State:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("model", "optimizer", "rng") or name.startswith("_"):
-            raise AttributeError(f"{name!r} is given to State(...), and stays")
+            raise AttributeError(f"cannot set {name!r}: pass it to State(...)")
         self._leaves[name] = value
 
     def to_tree(self, mesh: DeviceMesh | None, saved: Manifest | None) -> dict[str, Any]:
-        """Return the state as nested dicts, to be saved; or to be filled from what was saved."""
+        """Return the state as nested dicts, to save it or to load into."""
         tree: dict[str, Any] = {}
         self._written_back.clear()
         if self._models:
@@ -136,7 +137,7 @@ class State:
         return tree
 
     def was_loaded(self, names: Sequence[str], source: OpenArrays, members: Members) -> None:
-        """Give objects and generators what has been loaded, under these names."""
+        """Pass loaded values to objects and generators."""
         _, loaded = self._written_back[-1]
         for name, leaf in self._leaves.items():
             if isinstance(leaf, nn.Module):
@@ -165,16 +166,17 @@ class State:
             if saved is not None and not optimizer.state:
                 _make_states(models, optimizer)
             for group in optimizer.param_groups:
-                told = {key: value for key, value in group.items() if key != "params"}
-                self._written_back.append((group, told))
-                groups[str(len(groups))] = told
+                options = {key: value for key, value in group.items() if key != "params"}
+                self._written_back.append((group, options))
+                groups[str(len(groups))] = options
                 for parameter in group["params"]:
                     own = names.get(id(parameter))
                     if own is None:
                         raise KindError(
-                            "State: a parameter of the optimizer is not the model's",
+                            "State: a parameter of the optimizer is not in the model",
                             found=f"shape {tuple(parameter.shape)}",
-                            fix="give the model that the optimizer trains; several as a dict",
+                            fix="pass the model that the optimizer trains; pass several models as "
+                            "a dict",
                         )
                     state = optimizer.state.get(parameter, {})
                     if saved is not None and f"optimizer.state.{own}" not in with_states:
@@ -194,7 +196,7 @@ def _has_state(leaf: Any) -> bool:
 
 
 def _prefixes(saved: Manifest) -> set[str]:
-    """Return all saved names and what precedes each of their dots."""
+    """Return all saved names, and their prefixes that end before a dot."""
     found = set()
     for name in saved.names:
         while name and name not in found:
@@ -204,7 +206,7 @@ def _prefixes(saved: Manifest) -> set[str]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the innermost module of wrappers such as DDP."""
+    """Return the innermost module inside wrappers such as DDP."""
     while True:
         inner = next(
             (getattr(model, name, None) for name in _WRAPPERS if hasattr(model, name)), None
@@ -216,8 +218,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _model_tree(model: nn.Module) -> dict[str, Any]:
-    """Return a model's state dict of its own tensors, with marks; buffers are the first rank's."""
-    bare = restore_marks(_unwrapped(model))  # which a copy of parametrizations has lost
+    """Return a model's annotated state dict, with the first rank's buffers."""
+    bare = restore_annotations(_unwrapped(model))  # copies of parametrizations lose them
     buffers = {name for name, _ in bare.named_buffers(remove_duplicate=False)}
     tree = dict(bare.state_dict(keep_vars=True))
     for name in buffers & tree.keys():
@@ -227,8 +229,8 @@ def _model_tree(model: nn.Module) -> dict[str, Any]:
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make the states of an optimizer that has made no step, to load into."""
-    # torch lets it step on gradients of 0, and only where there are no others.
+    """Create the states of an optimizer that has not stepped."""
+    # torch makes it step on zero gradients, but only if there are no others.
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -239,7 +241,7 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
-    """Return optimizer state ``x`` with the spec mark of ``parameter``, if shapes are equal."""
+    """Return optimizer state ``x`` with the parameter's spec, if shapes are equal."""
     spec = find_spec(parameter)
     if spec is None or type(x) is not torch.Tensor or x.shape != parameter.shape:
         return x
@@ -247,15 +249,15 @@ def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
 
 
 def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the states of this rank's random generators as bytes, and how they were seeded."""
+    """Return this rank's random generator states and seeds as bytes."""
     _, words, pair = random.getstate()
     drawn: Any = np.random.get_state(legacy=False)
     if drawn["bit_generator"] != "MT19937":
         raise KindError(
             "State cannot save NumPy's global generator",
-            expected="its own MT19937",
+            expected="NumPy's default MT19937",
             found=str(drawn["bit_generator"]),
-            fix="rng=False, and save its state as a leaf",
+            fix="pass rng=False to State, and save the generator's state as a leaf",
         )
     place, axes = drawn["state"], find_seeded_axes()
     python = [*words, pair is not None, pair or 0.0]
@@ -273,7 +275,7 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
-    """Set this rank's random generators to the states in ``tree``."""
+    """Restore this rank's random generators from ``tree``."""
     torch.set_rng_state(tree["torch"].array)
     *words, has_pair, pair = tree["python"].array.tolist()
     random.setstate((3, tuple(map(int, words)), pair if has_pair else None))
@@ -286,29 +288,30 @@ def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> Non
 
 
 def _seed_again(saved: Manifest, members: Members) -> None:
-    """Seed the generators with the CRC-32 of the first rank's saved state, on another mesh."""
+    """Seed the generators on another mesh with the CRC-32 of the first rank's saved state."""
     pieces = sorted(saved.arrays["rng.torch"].pieces, key=lambda each: each.box)
-    sums = [piece.crc32 or 0 for piece in pieces]  # other programs' files lack them
+    sums = [piece.crc32 or 0 for piece in pieces]  # files of other programs lack checksums
     number, num_states = sums[0], len({*sums})
     axes = saved.leaves["rng.differ_over"]
-    if axes is None:  # the program seeded without md.seed, alike on all ranks or not
+    if axes is None:  # seeded without md.seed, equally on all ranks or not
         number += members.place if num_states > 1 else 0
         torch.manual_seed(number)
         np.random.seed(number % (1 << 32))
         random.seed(number)
         if 1 < num_states < len(pieces):
             warn_caller(
-                "some ranks drew the same random numbers, seeded without md.seed: now each rank "
-                "draws its own; call md.seed(..., differ_over=...) after the load"
+                "some ranks drew the same random numbers, seeded without md.seed; after this load "
+                "each rank draws different numbers: call md.seed(..., differ_over=...) after the "
+                "load to choose"
             )
         return
     names = () if members.mesh is None else members.mesh.axis_names
     lacking = [axis for axis in axes if axis not in names]
     if lacking:
         warn_caller(
-            f"the random generators differed over {', '.join(lacking)}, which this mesh lacks: "
-            "ranks draw the same numbers there now; call md.seed(..., differ_over=...) if they "
-            "should differ"
+            f"the random generators differed over {', '.join(lacking)}, which this mesh lacks; "
+            "ranks now draw the same numbers: call md.seed(..., differ_over=...) if they should "
+            "differ"
         )
     differ_over = tuple(axis for axis in names if axis in axes)
     seed(number, differ_over=differ_over, mesh=members.mesh)

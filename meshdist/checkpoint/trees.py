@@ -1,7 +1,7 @@
-"""A state's arrays and leaves by name, and how each array lies on the members' mesh.
+"""Take a state apart into arrays and leaves by name, with each array's sharding on the mesh.
 
-A state is nested dicts. The keys that lead to a leaf, joined by dots, are its name. Arrays are
-torch's, NumPy's, CuPy's, ShardedArrays and DTensors; all else must be JSON.
+A name is the nested dicts' keys, joined by dots. Arrays are torch's, NumPy's and CuPy's,
+ShardedArrays and DTensors; everything else must be JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..annotations.axis_types import kinds_in, type_of
-from ..annotations.carried_specs import find_spec
+from ..annotations.tensor_specs import find_spec
 from ..arrays import as_tensor, is_of
 from ..collectives.objects import gather_from_all
 from ..dtypes import dtype_name
@@ -30,7 +30,7 @@ from ..errors import (
     KindError,
     MeshError,
 )
-from ..functional.value_checks import is_compared
+from ..functional.equality_checks import is_compared
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
@@ -40,43 +40,42 @@ from ..sharding.descriptions import array_type
 from ..sharding.dtensors import from_dtensor
 from ..sharding.sharded_array import ShardedArray
 from .manifest import DTYPES_IN_FILES, MOST_LEVELS, is_plain
-from .members import Members
+from .participants import Members
 from .pieces import whole_box
 
 _SAMPLED = 64
-"""The elements of a large array that ranks compare."""
+"""The number of elements of a large array that ranks compare."""
 _LARGE_BYTES = 16 << 10
-"""Arrays of up to as many bytes are compared whole, which takes less than to pick elements."""
+"""Arrays of up to this size are compared entirely, which is cheaper than sampling."""
 _NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT_NAME = "__metadata__"
-"""The name that files of safetensors keep for themselves."""
+"""A name reserved by safetensors files."""
 
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """An array or leaf of a state of which the first rank's value is saved for all."""
+    """An array or leaf with the first rank's value saved for all ranks."""
 
     array: Any
 
 
 @dataclass(frozen=True)
 class EachRanks:
-    """An array of a state of which every rank's own value is saved, as a row."""
+    """An array with every rank's value saved, as a row."""
 
     array: Any
 
 
 @dataclass
 class StateArray:
-    """Array of a state, by this rank's part and how the whole lies.
+    """An array of a state: this rank's part and the sharding of the global array.
 
     Args:
-        tensor: this rank's part, in the memory of the state.
-        sharding: how it lies on the members' mesh; None: every member has the whole.
-        shape: of the whole; of this rank's part as long as ``sizes_are_known`` is False.
-        whose: "all" where members that hold the same part hold the same values, "first" where the
-            first member's are meant, "each" where the part is a row of each member's own.
-        row: this member's row.
+        tensor: this rank's part, in the state's memory.
+        sharding: on the participants' mesh; None if every rank has the global array.
+        shape: of the global array; of this rank's part while ``sizes_are_known`` is False.
+        whose: "all" if ranks with the same part have the same values, "first" to save the first
+            rank's values, "each" if the part is this rank's row.
     """
 
     tensor: torch.Tensor
@@ -88,23 +87,22 @@ class StateArray:
 
     @property
     def dtype(self) -> str:
-        """The name of the array's dtype."""
         return dtype_name(self.tensor.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the whole array."""
+        """The bytes of the global array."""
         return math.prod(self.shape) * self.tensor.dtype.itemsize
 
     def box(self, rank: int) -> Box:
-        """Return the part of the whole array that ``rank`` holds."""
+        """Return the part of the global array that ``rank`` holds."""
         if self.sharding is not None:
             return self.sharding.box(rank, self.shape)
         whole = whole_box(self.shape)
         return whole if self.whose != "each" else ((self.row, self.row + 1), *whole[1:])
 
     def fact(self) -> str:
-        """Return a text of the array's dtype, sizes and spec, to be equal on all ranks."""
+        """Return the dtype, sizes and spec as a text, which must be equal on all ranks."""
         if self.sharding is None:
             return f"{self.dtype}{list(self.shape)}"
         if not self.sizes_are_known:
@@ -116,7 +114,7 @@ class StateArray:
 
 @dataclass
 class Leaf:
-    """A JSON value of a state, with the dict and the key that hold it."""
+    """A JSON value of a state, with the dict and key that hold it."""
 
     value: Any
     owner: Any
@@ -125,11 +123,11 @@ class Leaf:
 
     @property
     def json(self) -> Any:
-        """The value as JSON has it."""
+        """The value in JSON types."""
         return self.value.item() if isinstance(self.value, np.generic) else self.value
 
     def converted(self, value: Any) -> Any:
-        """Return a loaded value in the type of the state's value."""
+        """Return a loaded value in the state value's type."""
         if isinstance(self.value, tuple) and isinstance(value, list):
             value = tuple(value)
         elif isinstance(self.value, np.generic) and isinstance(value, (int, float)):
@@ -148,7 +146,7 @@ class Tree:
 
     @classmethod
     def of(cls, state: Any, call: str) -> Tree:
-        """Return the Tree of arrays and other leaves of ``state``; raise if any cannot be saved."""
+        """Take ``state`` apart; raise if any part cannot be saved."""
         tree = cls({}, {}, {})
         tree._add(state, (), tree.shape, call)
         return cls(dict(sorted(tree.arrays.items())), dict(sorted(tree.leaves.items())), tree.shape)
@@ -158,28 +156,34 @@ class Tree:
             raise _no_state(state, path, call)
         if len(path) == MOST_LEVELS:
             raise KindError(
-                f"{call}: dicts of the state are nested too deep, or hold each other",
+                f"{call}: dicts of the state are nested too deeply, or contain each other",
                 where=".".join(path[:3]),
-                expected=f"at most {MOST_LEVELS} dicts inside each other",
-                fix="leave out the reference to what is outside",
+                expected=f"at most {MOST_LEVELS} levels of dicts",
+                fix="remove the reference to an enclosing dict",
             )
         for key, given in state.items():
             if isinstance(key, bool) or not isinstance(key, (str, int)) or not _is_utf8(str(key)):
-                raise _wrong(call, (*path, repr(key)), "a key", "a text or a whole number", key)
+                raise _wrong(call, (*path, repr(key)), "a key", "a str or an int", key)
             here = (*path, str(key))
             name = ".".join(here)
             if name in self.arrays or name in self.leaves or str(key) in shape:
                 raise CheckpointError(
                     f"{call}: two leaves of the state have the name {name!r}",
-                    expected="keys that lead, joined by dots, to different names",
-                    fix="give one of them another key",
+                    expected="different names (the keys joined by dots)",
+                    fix="rename one of the keys",
                 )
             if isinstance(given, MutableMapping):
                 shape[str(key)] = {}
                 self._add(given, here, shape[str(key)], call)
             elif is_array(given):
                 if name == _KEPT_NAME:
-                    raise _wrong(call, here, "the name of an array", "another name", name)
+                    raise _wrong(
+                        call,
+                        here,
+                        "the name of an array",
+                        "a name that safetensors does not reserve",
+                        name,
+                    )
                 self.arrays[name] = given
                 shape[str(key)] = 1
             else:
@@ -190,7 +194,6 @@ class Tree:
 
 
 def is_array(given: Any) -> bool:
-    """Return whether a leaf of a state is an array."""
     if isinstance(given, FirstRanks):
         return is_array(given.array)
     kinds = (torch.Tensor, np.ndarray, ShardedArray, EachRanks)
@@ -198,12 +201,12 @@ def is_array(given: Any) -> bool:
 
 
 def axes_told(mesh: DeviceMesh) -> list[list[Any]]:
-    """Return the names and sizes of a mesh's axes as a JSON list."""
+    """Return a mesh's axis names and sizes for JSON."""
     return [[name, size] for name, size in mesh.axis_sizes.items()]
 
 
 def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
-    """Return the mesh in force, else of the first ShardedArray or largest DTensor; or None."""
+    """Return the current mesh, else the first ShardedArray's or largest DTensor's; or None."""
     mesh = find_current_mesh()
     if mesh is not None:
         return mesh
@@ -218,17 +221,16 @@ def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
 def entries_of(
     arrays: Mapping[str, Any], members: Members, *, writable: bool = False
 ) -> dict[str, StateArray]:
-    """Return entries of a state's arrays, which a load fills if ``writable``; raise if unfit."""
+    """Return entries of arrays, which a load fills if ``writable``; raise if invalid."""
     return {name: _entry(name, x, members, writable=writable) for name, x in arrays.items()}
 
 
 def facts_of(entries: Mapping[str, StateArray]) -> dict[str, str]:
-    """Return a text per entry that must be equal on all members."""
     return {name: entry.fact() for name, entry in entries.items()}
 
 
 def values_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, torch.Tensor]:
-    """Return arrays that must be equal on all members, or samples of them."""
+    """Return arrays, or samples, that must be equal on all ranks."""
     # On simulated ranks and at DETAIL all elements are compared.
     is_thorough = members.world is not None and is_compared(members.world)
     return {
@@ -239,8 +241,8 @@ def values_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, 
 
 
 def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
-    """Set the whole shapes of arrays of which the local sizes alone are known; collective."""
-    # A message along each set of axes that cuts tensors tells the sizes of their parts.
+    """Set the global shapes of arrays whose local sizes alone are known; collective."""
+    # One message along each set of sharding axes exchanges the sizes of the shards.
     by_axes: dict[tuple[str, ...], list[StateArray]] = {}
     for entry in entries.values():
         if not entry.sizes_are_known and entry.sharding is not None:
@@ -265,18 +267,27 @@ def _tell_sizes(entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str
 
 
 def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> dict[str, str]:
-    """Return a text per array, equal on all members; raise if a part here misfits its spec."""
+    """Return a text per array, equal on all ranks; raise if a part mismatches its spec."""
     for name, entry in entries.items():
         if entry.sharding is not None:
             wanted = entry.sharding.shard_shape(entry.shape, members.rank)
             if wanted != tuple(entry.tensor.shape):
                 raise CheckpointError(
-                    f"{members.call}: the parts of {name} make no whole",
-                    expected=f"{wanted} of {entry.shape} by {entry.sharding.spec!r}",
+                    f"{members.call}: the shards of {name} do not form a global array",
+                    expected=f"shape {wanted}, the shard of {entry.shape} by "
+                    f"{entry.sharding.spec!r}",
                     found=f"shape {tuple(entry.tensor.shape)}",
-                    fix="mark it as it lies: md.annotate(x, spec)",
+                    fix="annotate it with its sharding: md.annotate(x, spec)",
                 )
     return facts_of(entries)
+
+
+def _mesh_argument(call: str) -> str:
+    """Return how to pass a mesh to ``call``."""
+    checkpointer = "Checkpointer(root, mesh=mesh)"
+    if call.startswith("Checkpointer"):
+        return f"create {checkpointer}"
+    return f"call {call}(..., mesh=mesh), or create {checkpointer}"
 
 
 def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray:
@@ -289,21 +300,22 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
     if isinstance(x, ShardedArray):
         sharding = _on_mesh_of(members, x.sharding, name)
         if sharding.spec.unreduced:
-            raise _summands(name, repr(sharding.spec), members.call)
-        tensor = as_tensor(x.local, argument=name, verb=members.call, writable=writable)
+            raise _partial_sums(name, repr(sharding.spec), members.call)
+        tensor = as_tensor(x.local, argument=name, operation=members.call, writable=writable)
         entry = StateArray(tensor.detach(), sharding, x.shape)
     else:
-        tensor = as_tensor(x, argument=name, verb=members.call, writable=writable)
+        tensor = as_tensor(x, argument=name, operation=members.call, writable=writable)
         spec, types = None, dict[str, str]()
         if isinstance(x, torch.Tensor):
             spec, types = find_spec(x), dict(kinds_in(type_of(x)))
         if "U" in types.values() or (spec is not None and spec.unreduced):
-            raise _summands(name, str(types), members.call)
+            raise _partial_sums(name, str(types), members.call)
         if "V" in types.values() and spec is None:
             raise AxisTypeError(
-                f"{members.call}: {name} varies, and nothing says how its parts lie",
+                f"{members.call}: {name} is annotated as varying, but has no spec",
+                expected="a spec for each array that varies over an axis",
                 found=str({axis: kind for axis, kind in types.items() if kind == "V"}),
-                fix="md.annotate(x, spec), or reduce it first",
+                fix="annotate it with its sharding, md.annotate(x, spec), or reduce it first",
             )
         entry = StateArray(tensor.detach(), None, tuple(tensor.shape), whose=whose)
         if whose == "each":
@@ -313,37 +325,43 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
         if spec is not None and any(map(axes_of, spec.partitions)):
             if members.mesh is None:
                 raise MeshError(
-                    f"{members.call}: {name} is cut by {spec!r}, and no mesh is in force",
-                    expected="the mesh that has these axes",
-                    fix=f"{members.call}(..., mesh=mesh), or call it inside `with mesh:`",
+                    f"{members.call}: {name} is sharded by {spec!r}, but there is no mesh",
+                    expected="a mesh that has these axes",
+                    fix=f"{_mesh_argument(members.call)}, or call it inside `with mesh:`",
                 )
             entry.sharding = NamedSharding(members.mesh, PartitionSpec(*spec.partitions))
             entry.sizes_are_known = False
     if tensor.is_meta:
         raise KindError(
-            f"{members.call}: {name} lies on the meta device, and has no values",
-            fix="model.to_empty(device=...) first",
+            f"{members.call}: {name} has no values because it is on the meta device",
+            fix="call model.to_empty(device=...) first",
         )
-    if writable and any(
-        k > 1 and not stride for k, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    if (
+        tensor.numel()
+        and writable
+        and any(
+            k > 1 and not stride for k, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
     ):
         raise ArgumentError(
-            f"{members.call}: several elements of {name} lie at one place in memory",
+            f"{members.call} cannot load into {name}: several elements share memory",
             found=f"shape {tuple(tensor.shape)}, stride {tensor.stride()}",
-            fix="x.clone(), or x.contiguous()",
+            fix="pass x.clone() or x.contiguous()",
         )
     if dtype_name(tensor.dtype) not in DTYPES_IN_FILES:
         raise DtypeError(
-            f"{members.call}: files of safetensors lack {dtype_name(tensor.dtype)}",
+            f"{members.call}: safetensors files do not support {dtype_name(tensor.dtype)}",
             where=name,
             expected=", ".join(DTYPES_IN_FILES),
-            fix="torch.view_as_real(x)" if tensor.dtype.is_complex else "convert it first",
+            fix="pass torch.view_as_real(x)"
+            if tensor.dtype.is_complex
+            else "convert it first, for example x.to(torch.float32)",
         )
     return entry
 
 
 def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
-    """Return the members' mesh, or a part, with the ranks of a DTensor's mesh; None without."""
+    """Return the participants' mesh, or a submesh, with a DTensor's ranks; or None."""
     mesh, theirs = members.mesh, x.device_mesh
     names = theirs.mesh_dim_names
     if mesh is not None and names and set(names) <= set(mesh.axis_names):
@@ -354,36 +372,36 @@ def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
 
 
 def _on_mesh_of(members: Members, sharding: NamedSharding, name: str) -> NamedSharding:
-    """Return ``sharding``; on the members' mesh if its own lacks some; raise if neither fits."""
+    """Return ``sharding``, on the participants' mesh if its own lacks ranks; raise if none fits."""
     own, mesh = sharding.mesh, members.mesh
     if own is mesh or set(own.layout.ranks().flat) == set(members.ranks):
         return sharding
-    assert mesh is not None  # a ShardedArray's own, where no other is named
+    assert mesh is not None  # the ShardedArray's mesh, if no other is given
     names = own.axis_names
     if set(names) <= set(mesh.axis_names) and mesh[names].layout == own.layout:
         return NamedSharding(mesh, sharding.spec, shard_sizes=sharding.shard_sizes)
     raise MeshError(
-        f"{members.call}: {name} lies on other ranks than those that take part",
+        f"{members.call}: {name} is on different ranks than those that take part",
         expected=f"a mesh of {len(members.ranks)} ranks, or axes of ({mesh.layout.axis_text()})",
         found=f"({own.layout.axis_text()}) of {own.size()} ranks",
-        fix="name the mesh that has all of them: mesh=mesh",
+        fix="pass the mesh that has all ranks: mesh=mesh",
     )
 
 
-def _summands(name: str, found: str, call: str) -> AxisTypeError:
+def _partial_sums(name: str, found: str, call: str) -> AxisTypeError:
     return AxisTypeError(
-        f"{call}: {name} is unreduced, each rank holds a summand",
-        expected="arrays that are whole, or cut",
+        f"{call}: {name} is unreduced (each rank holds a partial sum)",
+        expected="replicated or sharded arrays",
         found=found,
         fix="reduce it first: x.reshard(P()), or lax.psum",
     )
 
 
 def _sampled(x: torch.Tensor) -> torch.Tensor:
-    """Return some of a tensor's elements if it is large, else all."""
+    """Return some of a large tensor's elements, else all."""
     if x.nbytes <= _LARGE_BYTES:
         return x
-    # As whole numbers with a sign, which torch takes of any tensor.
+    # As signed integers, since torch can take elements of these.
     bits = x.resolve_conj().resolve_neg().view(_NUMBERS[x.dtype.itemsize])
     places = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
     return bits.take(places).view(x.dtype)
@@ -399,7 +417,7 @@ def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:
     except (TypeError, ValueError, RecursionError):
         if isinstance(given, nn.Module) or hasattr(given, "state_dict"):
             raise _no_state(given, path, call) from None
-        expected = "an array, or what JSON has: None, bool, numbers, texts, lists, dicts"
+        expected = "an array, or a JSON value: None, bool, number, str, list or dict"
         raise _wrong(call, path, "a leaf", expected, given) from None
     return given
 
@@ -414,23 +432,23 @@ def _is_utf8(text: str) -> bool:
 
 def _wrong(call: str, path: Sequence[str], what: str, expected: str, given: Any) -> KindError:
     return KindError(
-        f"{call} cannot take {what} of the state",
+        f"{call} does not support {what} of the state",
         where=".".join(path),
         expected=expected,
         found=f"{str(given)[:80]!r}, a {type(given).__name__}",
-        fix="arrays stand in dicts; nothing is pickled: say it in numbers and texts",
+        fix="save arrays in dicts, and everything else as numbers and strings: nothing is pickled",
     )
 
 
 def _no_state(given: Any, path: Sequence[str], call: str) -> KindError:
     if isinstance(given, nn.Module):
-        fix = "md.checkpoint.State(model=model)"
+        fix = "pass md.checkpoint.State(model=model)"
     elif hasattr(given, "state_dict"):
-        fix = "md.checkpoint.State(name=object), or its state_dict()"
+        fix = "pass md.checkpoint.State(name=object), or the object's state_dict()"
     else:
-        fix = '{"x": x}'
+        fix = 'pass {"x": x}'
     return KindError(
-        f"{call} takes a dict of arrays and JSON values, or a State",
+        f"{call} requires a dict of arrays and JSON values, or a State",
         where=".".join(path) or None,
         found=f"a {type(given).__name__}",
         fix=fix,

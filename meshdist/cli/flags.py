@@ -1,4 +1,4 @@
-"""The common part of the commands: the parser, and the arguments that start a program."""
+"""Define the argument parser and launch arguments of all commands."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from .torchrun_flags import add_torchrun_flags, launch_settings
 
 
 def report_usage_error(program: str, text: str) -> int:
-    """Print ``text`` as the error of ``program``; return 2, argparse's exit code."""
+    """Print an error of ``program``; return 2, argparse's exit code."""
     print(f"{program}: {text}", file=sys.stderr)
     return 2
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, which accepts no abbreviations and explains a wrong argument."""
+    """ArgumentParser without abbreviations, and with explained errors."""
 
     def __init__(self, prog: str, usage: str, description: str, epilog: str) -> None:
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, usage, description, epilog, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where help is; exit."""
+        """Print the error with the usage and a fix, and exit."""
         usage = self.format_usage().strip().removeprefix("usage: ")
-        text = explain(message, expected=usage, fix=f"{self.prog} --help tells more")
+        text = explain(message, expected=usage, fix=f"run `{self.prog} --help` for all options")
         self.exit(report_usage_error(self.prog, text))
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> None:
-    """Add torchrun's flags, with -n for processes if ``short``, and the program with arguments."""
+    """Add torchrun's flags, ``-n`` if ``short``, and the program with its arguments."""
     add_torchrun_flags(parser, short=short)
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="script.py ...", help="script and arguments"
@@ -43,20 +43,20 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
 
 
 def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return (command that starts the program, the program's arguments); or raise LaunchError."""
+    """Return the command that starts the program, and the program's arguments."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise LaunchError(
-            "there is nothing to start",
+            "no program to start",
             expected="a script, or -m and a module, after the launcher's own arguments",
             fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
         )
     is_python = not arguments.no_python
     if arguments.module and not is_python:
         raise LaunchError(
-            "-m and --no-python exclude each other",
+            "-m and --no-python cannot be combined",
             expected="a Python module (-m), or a program that is not Python (--no-python)",
-            fix="leave one out",
+            fix="remove one of them",
         )
     target, *rest = words
     if not is_python:
@@ -67,11 +67,11 @@ def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], 
         # A directory or zip file with a __main__.py is a script to Python, too.
         if not os.path.exists(target):
             raise LaunchError(
-                f"there is no script {target!r}",
+                f"script {target!r} does not exist",
                 where=f"directory {os.getcwd()}",
                 expected="the path of a Python script",
                 found=f"no file at {os.path.abspath(target)}",
-                fix="check the path; `-m` starts a module, `--no-python` another program",
+                fix="correct the path, or pass -m for a module or --no-python for another program",
             )
         start = [sys.executable, "-u", target]
     return start, rest
@@ -84,11 +84,11 @@ def launch(
     hands_local_rank: bool = False,
     **output: Any,
 ) -> int:
-    """Start the job that ``arguments`` ask for; return its exit code, 2 if it cannot start.
+    """Start the job of ``arguments``; return its exit code, or 2 if it cannot start.
 
     Args:
-        hands_local_rank: whether the program gets ``--local-rank=N`` as its first argument.
-        output: fields of ``Output``.
+        hands_local_rank: whether to pass the program ``--local-rank=N`` as its first argument.
+        output: further fields of ``Output``.
     """
     try:
         settings = launch_settings(arguments, **output)

@@ -1,4 +1,4 @@
-"""The command ``meshdist``: runs the sub-command in its file."""
+"""Implement the command ``meshdist``: run a sub-command's module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..runtime.hosts import find_version
 from .flags import report_usage_error
 
 COMMANDS: tuple[str, ...] = ("run", "bench", "doctor")
-"""The sub-commands: each is a module of this folder with ``SUMMARY`` and ``main(argv) -> int``."""
+"""Sub-commands; each is a module here with ``SUMMARY`` and ``main(argv) -> int``."""
 
 
 def _help() -> str:
@@ -21,20 +21,23 @@ def _help() -> str:
     for name in COMMANDS:
         module = importlib.import_module(f"meshdist.cli.{name}")
         lines.append(f"  {name:<10}{module.SUMMARY}")
-    lines += ["", "meshdist COMMAND --help tells more; meshdist --version prints the version."]
+    lines += [
+        "",
+        "Run `meshdist COMMAND --help` for options, `meshdist --version` for the version.",
+    ]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with argv (default: the process's arguments); return the exit code."""
+    """Run the command with argv or ``sys.argv[1:]``; return the exit code."""
     open_closed_streams()
     try:
         try:
             return _run(argv)
-        finally:  # also where argparse has printed its help
+        finally:  # also after argparse has printed its help and exited
             sys.stdout.flush()
     except BrokenPipeError:
-        with open(os.devnull, "w") as nowhere:  # what is still held goes there at the end
+        with open(os.devnull, "w") as nowhere:  # receives the remaining output at exit
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 128 + 13
 
@@ -50,7 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if name not in COMMANDS:
         problem, fix = "no command is given", "meshdist run -n 4 script.py, or meshdist --help"
         if name:
-            problem, fix = f"there is no command {name!r}", "meshdist --help lists them"
+            problem, fix = f"unknown command {name!r}", "run `meshdist --help` for the commands"
         text = explain(problem, expected="one of: " + ", ".join(COMMANDS), fix=fix)
         return report_usage_error("meshdist", text)
     code: int = importlib.import_module(f"meshdist.cli.{name}").main(rest)

@@ -1,4 +1,4 @@
-"""``meshdist run``: one program as several processes."""
+"""Implement ``meshdist run``: start a program as several processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ..launching.rank_environment import LaunchError, find_mpiexec, mpiexec_environment
-from .checkup import has_core
+from .diagnostics import has_core
 from .flags import (
     Parser,
     add_launch_arguments,
@@ -30,42 +30,42 @@ examples:
   meshdist run -n 4 --prefix -m package.train
   meshdist run -n 4 --ranks 0 --log-dir logs train.py
   meshdist run -n 8 --nnodes 2 --node-rank 0 --master-addr host0 train.py    (on host0)
-  meshdist run -n 8 --nnodes 2 --node-rank 1 --master-addr host0 train.py    (on the other)
-  meshdist run --launcher mpi -n 4 train.py                      (ranks of MPI, by mpiexec)
+  meshdist run -n 8 --nnodes 2 --node-rank 1 --master-addr host0 train.py    (on host1)
+  meshdist run --launcher mpi -n 4 train.py                      (MPI ranks, with mpiexec)
   meshdist run --launcher mpi -n 8 --mpi-args="--host a:4,b:4" train.py
 
-When a rank fails, the others are stopped. Of the rank that failed first, the end of its stderr is
-shown last, and its exit code is the command's (128 + N when signal N ended it). Whatever the ranks
-have started ends with them.
+If a rank fails, the launcher stops the others. It then prints the end of stderr of the rank that
+failed first, and exits with that rank's exit code (128 + N for signal N). Processes that the ranks
+started are stopped, too.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command with the arguments after its name; return the exit code."""
+    """Run the sub-command with its arguments; return the exit code."""
     parser = Parser(_PROGRAM, _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
     add_launch_arguments(parser, short=True)
     parser.add_argument(
         "--prefix", action="store_true", help="begin every line of output with [rank N]"
     )
     parser.add_argument(
-        "--ranks", metavar="RANKS", help="show the output of these ranks alone, as in 0,3"
+        "--ranks", metavar="RANKS", help="show only the output of these ranks, for example 0,3"
     )
     parser.add_argument(
         "--terminal",
         metavar="RANK",
-        help="the rank for which a terminal stays a terminal, so that progress bars live; none: "
-        "for no rank (default: the first whose output is shown)",
+        help="rank that writes to a terminal, so that its progress bars work, or none "
+        "(default: the first rank whose output is shown)",
     )
     parser.add_argument(
         "--launcher",
         choices=("meshdist", "mpi"),
         default="meshdist",
-        help="who starts the processes: this command, or MPI's mpiexec (default: meshdist)",
+        help="start the processes with this command or with MPI's mpiexec (default: meshdist)",
     )
     parser.add_argument(
         "--mpi-args",
         metavar="ARGUMENTS",
-        help="with --launcher mpi: what mpiexec is given besides, as in --mpi-args='--host a,b'",
+        help="with --launcher mpi: further mpiexec arguments, for example --mpi-args='--host a,b'",
     )
     arguments = parser.parse_args(argv)
     try:
@@ -75,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
             return _become_mpiexec(arguments, given)
         if arguments.mpi_args is not None:
             raise LaunchError(
-                "--mpi-args are for mpiexec, which this command does not start",
-                fix="add --launcher mpi, or leave --mpi-args out",
+                "--mpi-args requires --launcher mpi",
+                fix="add --launcher mpi, or remove --mpi-args",
             )
         ranks = _ranks(arguments)
         terminal = _terminal(arguments, ranks)
@@ -84,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
         return report_usage_error(_PROGRAM, str(error))
     if sys.platform.startswith("linux") and not arguments.no_python and not has_core():
         print(
-            "meshdist: the native core is not installed: CPU tensors go over Gloo, not shared "
-            "memory (meshdist doctor tells how to mend it)",
+            "meshdist: the native core is not installed: CPU tensors use Gloo instead of shared "
+            "memory (run `meshdist doctor` for the fix)",
             file=sys.stderr,
             flush=True,
         )
@@ -97,9 +97,10 @@ def _ranks(arguments: argparse.Namespace) -> frozenset[int] | None:
         return None
     if not re.fullmatch(r"\d+(,\d+)*", arguments.ranks, re.ASCII):
         raise LaunchError(
-            f"{arguments.ranks!r} names no ranks",
+            f"{arguments.ranks!r} is not a list of ranks",
             where="--ranks",
-            expected="numbers with commas between, as in 0,3",
+            expected="comma-separated ranks",
+            fix="meshdist run -n 4 --ranks 0,3 script.py",
         )
     return frozenset(map(int, arguments.ranks.split(",")))
 
@@ -111,9 +112,10 @@ def _terminal(arguments: argparse.Namespace, ranks: frozenset[int] | None) -> in
         return -1
     if not re.fullmatch(r"\d+", arguments.terminal, re.ASCII):
         raise LaunchError(
-            f"{arguments.terminal!r} is no rank",
+            f"{arguments.terminal!r} is not a rank",
             where="--terminal",
             expected="the number of a rank, or none",
+            fix="meshdist run -n 4 --terminal 0 script.py",
         )
     return int(arguments.terminal)
 
@@ -122,7 +124,7 @@ _OF_MPIEXEC_TOO = {"nproc_per_node", "module", "no_python", "command", "launcher
 
 
 def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
-    """Replace this process by mpiexec; raise LaunchError for options in ``given`` it lacks."""
+    """Replace this process by mpiexec; raise LaunchError for unsupported options in ``given``."""
     start, rest = command_of(_PROGRAM, arguments)
     nprocs = number_of_processes(arguments.nproc_per_node)
     if nprocs < 1:
@@ -134,26 +136,26 @@ def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
         )
     if given - _OF_MPIEXEC_TOO - {"mpi_args"}:
         raise LaunchError(
-            "mpiexec places its ranks, finds their hosts and shows their output by itself",
-            expected="of this command's options -n, -m and --no-python alone",
-            fix='tell mpiexec, for example --mpi-args="--host a:4,b:4"',
+            "with --launcher mpi, mpiexec controls the placement, hosts and output of ranks",
+            expected="only the options -n, -m and --no-python",
+            fix='pass options of mpiexec instead, for example --mpi-args="--host a:4,b:4"',
         )
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise LaunchError(
-            "there is no mpiexec",
-            where=f"beside {sys.executable}, and on the PATH",
-            expected="that of Open MPI or of MPICH",
-            fix='pip install "meshdist[mpi]", which brings Open MPI',
+            "mpiexec was not found",
+            where=f"next to {sys.executable}, and on the PATH",
+            expected="mpiexec of Open MPI or MPICH",
+            fix='pip install "meshdist[mpi]", which installs Open MPI',
         )
     try:
         options = shlex.split(arguments.mpi_args or "")
     except ValueError as error:
         raise LaunchError(
-            f"--mpi-args cannot be read: {error}",
-            expected="arguments as a shell takes them",
+            f"cannot parse --mpi-args: {error}",
+            expected="arguments in shell syntax",
             found=arguments.mpi_args,
-            fix="close every quotation mark, or put a backslash before one that is meant",
+            fix="close every quotation mark, or escape it with a backslash",
         ) from None
     command = [mpiexec, "-n", str(nprocs), *options, *start, *rest]
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Parse the flags of torchrun that place the processes and their output.
+"""Parse torchrun's flags for processes and their output.
 
 As with torchrun, ``PET_NAME`` in the environment is the default of ``--name``.
 """
@@ -13,8 +13,8 @@ import signal
 from functools import partial
 from typing import Any
 
+from ..launching.output import Output
 from ..launching.rank_environment import JobPlace, LaunchError
-from ..launching.streams import Output
 from ..runtime.hosts import num_cores
 
 
@@ -22,7 +22,9 @@ def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= float(text) <= 1e6:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to a million")
+    raise argparse.ArgumentTypeError(
+        f"must be a number of seconds between 0 and 1,000,000, not {text!r}"
+    )
 
 
 _UNSERVED = (
@@ -30,40 +32,44 @@ _UNSERVED = (
     *("monitor-interval", "start-method", "run-path", "event-log-handler", "logs-specs"),
     *("numa-binding", "virtual-local-rank", "duplicate-stdout-filters", "duplicate-stderr-filters"),
 )
-"""torchrun's flags that this launcher raises an error for: most are of its elastic agent."""
+"""Flags of torchrun that raise an error here; most belong to its elastic agent."""
 
 
 def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
     """Add the flags of torchrun; with short, -n for the number of processes."""
     add = partial(_add, parser)
     text = (
-        "processes to start on this host: a number, cpu (as many as cores), gpu or xpu (as many as "
-        "there are), auto (accelerators, else cores); default: 1"
+        "processes to start on this host: a number, cpu (one per core), gpu or xpu (one per "
+        "device), or auto (one per accelerator, else one per core); default: 1"
     )
     add("nproc-per-node N", text, *(["-n"] if short else []), default="1")
     text = "hosts in the job, each with its own launcher (default: 1)"
     add("nnodes M", text, type=int, default=1)
     add("node-rank K", "number of this host, from 0 (default: 0)", type=int, default=0)
-    text = "name or address of host 0, where rank 0 serves the store; needed with several hosts"
+    text = "name or address of host 0, where rank 0 hosts the store; required with several hosts"
     add("master-addr ADDRESS", text)
     text = "port of that store (default: a free one on a single host, else 29500)"
     add("master-port PORT", text, type=int)
     add("role NAME", "the ranks' ROLE_NAME (default: default)", default="default")
-    text = "the signals that end the job, with commas between (default: SIGINT,SIGTERM,SIGHUP)"
+    text = "comma-separated signals that end the job (default: SIGINT,SIGTERM,SIGHUP)"
     add("signals-to-handle NAMES", text)
     text = "seconds between asking ranks to end and killing them (default: 2 to 3.5)"
     add("shutdown-timeout S", text, type=_seconds)
-    add("standalone", "one host, at a free port whatever else is given", **_SWITCH)
-    add("module", "start a module, found as `python -m` finds it, not a script", "-m", **_SWITCH)
+    add(
+        "standalone",
+        "run on one host with a free port; ignore --master-addr and --master-port",
+        **_SWITCH,
+    )
+    add("module", "start a module, as `python -m` does, instead of a script", "-m", **_SWITCH)
     add("no-python", "start a program that is not Python", **_SWITCH)
-    add("log-dir DIR", "keep the ranks' output in files of a new folder in DIR, and show it")
+    add("log-dir DIR", "write the ranks' output to files in a new folder in DIR, and show it")
     add(
         "redirects STREAMS",
-        "output to files alone: 1 stdout, 2 stderr, 3 both, or 0:3,1:1 ...",
+        "write output only to files: 1 stdout, 2 stderr, 3 both, or 0:3,1:1 ...",
         "-r",
     )
-    add("tee STREAMS", "output to files and to the console: as for --redirects", "-t")
-    add("local-ranks-filter RANKS", "show the output of these local ranks alone, as in 0,2")
+    add("tee STREAMS", "write output to files and to the console; values as for --redirects", "-t")
+    add("local-ranks-filter RANKS", "show only the output of these local ranks, for example 0,2")
     for name in _UNSERVED:
         add(name, argparse.SUPPRESS, nargs="?", const="")
 
@@ -85,7 +91,7 @@ def _add(
     parser.add_argument(*spellings, default=default, help=text, **options)
 
 
-# -- what they mean -----------------------------------------------------------------------------
+# -- parsed values ------------------------------------------------------------------------------
 
 
 def _raise_for_unserved(arguments: argparse.Namespace) -> None:
@@ -95,19 +101,19 @@ def _raise_for_unserved(arguments: argparse.Namespace) -> None:
             f"this launcher does not support torchrun's {' and '.join(f'--{it}' for it in given)}",
             expected="-n, and with several hosts --nnodes, --node-rank, --master-addr, "
             "--master-port; see --help",
-            fix="leave it out, or start the program with torchrun: it runs there unchanged",
+            fix="remove it, or start the program with torchrun, where it runs unchanged",
         )
 
 
 def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, Any]:
-    """Return the keyword arguments of ``run_processes``; ``output`` are more fields of Output."""
+    """Return the keyword arguments of ``run_processes``; ``output`` has further Output fields."""
     _raise_for_unserved(arguments)
     nnodes, address, port = arguments.nnodes, arguments.master_addr, arguments.master_port
     if arguments.standalone:
         if nnodes != 1:
             raise LaunchError(
-                f"--standalone is for one host, and --nnodes is {nnodes}",
-                fix="leave one of them out",
+                f"--standalone cannot be combined with --nnodes {nnodes}",
+                fix="remove one of them",
             )
         address = port = None
     names = arguments.signals_to_handle
@@ -121,7 +127,7 @@ def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, A
 
 
 def number_of_processes(text: str) -> int:
-    """Return the number that ``--nproc-per-node=text`` means; raise LaunchError if it is none."""
+    """Return the processes of ``--nproc-per-node=text``; raise LaunchError if invalid."""
     if re.fullmatch(r"-?\d+", text, re.ASCII):
         return int(text)
     if text == "cpu":
@@ -135,17 +141,17 @@ def number_of_processes(text: str) -> int:
         found: int = torch.get_device_module({"gpu": "cuda"}.get(text, text)).device_count()
     except (ImportError, RuntimeError, AttributeError):
         raise LaunchError(
-            f"{text!r} is no number of processes",
+            f"{text!r} is not a number of processes",
             where="--nproc-per-node, or -n",
             expected=expected,
             fix="meshdist run -n 4 script.py",
         ) from None
     if found == 0:
         raise LaunchError(
-            f"there is no {text} on this host that torch can use",
+            f"torch cannot use any {text} on this host",
             where="--nproc-per-node, or -n",
             expected=expected,
-            fix="-n auto starts a process for each core where there is no accelerator",
+            fix="pass a number, or -n auto, which starts one process per core without accelerators",
         )
     return found
 
@@ -156,9 +162,10 @@ def _output(arguments: argparse.Namespace, more: dict[str, Any]) -> Output:
         tee = "3"
     if ranks and not re.fullmatch(r"\d+(,\d+)*", ranks, re.ASCII):
         raise LaunchError(
-            f"{ranks!r} names no local ranks",
+            f"{ranks!r} is not a list of local ranks",
             where="--local-ranks-filter",
-            expected="numbers with commas between, as in 0,2",
+            expected="comma-separated local ranks",
+            fix="pass for example --local-ranks-filter 0,2",
         )
     return Output(
         **more,
@@ -176,9 +183,10 @@ def _streams(flag: str, text: str) -> int | dict[int, int]:
         pairs = (pair.split(":") for pair in text.split(","))
         return {int(rank): int(streams) for rank, streams in pairs}
     raise LaunchError(
-        f"{text!r} names no streams",
+        f"{text!r} is not a choice of streams",
         where=flag,
-        expected="0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:3,1:2",
+        expected="0 (none), 1 (stdout), 2 (stderr) or 3 (both); or one of these by local rank",
+        fix=f"pass for example {flag} 3, or {flag} 0:3,1:2",
     )
 
 
@@ -186,9 +194,10 @@ def _signal(name: str) -> signal.Signals:
     found = signal.Signals.__members__.get(name.strip())
     if found in (None, signal.SIGKILL, signal.SIGSTOP):
         raise LaunchError(
-            f"{name.strip()!r} is no signal that a program can handle",
+            f"{name.strip()!r} is not a signal that a program can handle",
             where="--signals-to-handle",
-            expected="names with commas between, as in SIGTERM,SIGINT,SIGUSR1",
+            expected="comma-separated signal names",
+            fix="pass for example --signals-to-handle SIGTERM,SIGINT,SIGUSR1",
         )
     assert found is not None
     return found

@@ -1,10 +1,8 @@
-"""The verbs: what the members of a group do together."""
+"""Collectives and point-to-point operations on process groups."""
 
-from ..groups.verb_methods import verbs as _verbs
-from ..worlds import first_touch as _first_touch  # noqa: F401 - verbs join by it
-from . import list_verbs, monitored_barrier, point_to_point, several_tensors, verbs
+from ..groups.group_methods import operations as _operations
+from ..worlds import lazy_init as _lazy_init  # noqa: F401 - it initializes groups on first use
+from . import coalesced, list_collectives, monitored_barrier, point_to_point, tensor_collectives
 
-__all__ = ["list_verbs", "monitored", "point_to_point", "several_tensors", "verbs"]
-
-for _module in (list_verbs, monitored_barrier, point_to_point, several_tensors, verbs):
-    _verbs.update((name, getattr(_module, name)) for name in _module.__all__)
+for _module in (list_collectives, monitored_barrier, point_to_point, coalesced, tensor_collectives):
+    _operations.update((name, getattr(_module, name)) for name in _module.__all__)

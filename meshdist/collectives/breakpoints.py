@@ -11,13 +11,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from ..arguments import check_timeout, get_number, get_whole_number
+from ..arguments import check_timeout, get_integer, get_number
 from ..bootstrap.world import get_usable_world
-from ..checking.program import call_site
+from ..checking.call_sites import call_site
 from ..errors import WorldError
-from ..groups.other_members import wait_notice
+from ..groups.peer_status import stall_warning
 from .objects import broadcast_object_list
-from .verbs import barrier
+from .tensor_collectives import barrier
 
 __all__: list[str] = []  # the name breakpoint would shadow the builtin
 
@@ -27,30 +27,30 @@ _STDIN = 0
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
     """Stop one rank in the debugger (pdb) at the caller's line; the other ranks wait in a barrier.
 
-    Call it on every rank of the world. All ranks go on after the first command that lets the
-    program run: ``continue``, or a step. After ``quit`` the rank raises ``bdb.BdbQuit``, and the
-    other ranks raise ``BackendError`` when its process ends.
+    Call it on every rank of the world. All ranks continue after the first ``continue`` or step.
+    After ``quit`` the rank raises ``bdb.BdbQuit``, and the others raise ``BackendError`` when its
+    process ends.
 
-    The timeouts of other calls run on while the debugger asks for commands. If ranks may wait
-    elsewhere meanwhile, pass a longer ``timeout=`` to ``init_process_group`` and ``new_group``.
+    Timeouts of other calls keep running. If ranks may wait elsewhere, pass a longer ``timeout=`` to
+    ``init_process_group`` and ``new_group``.
 
     Args:
         rank: the global rank to stop.
-        skip: how many times this line passes before it stops.
-        timeout_s: how long the other ranks wait, in seconds; None uses the world's timeout.
+        skip: how many passes of this line to skip.
+        timeout_s: seconds that the other ranks wait; None uses the world's timeout.
 
-    The debugger reads the process's standard input. Simulated ranks have no timeouts.
+    The debugger reads standard input. Simulated ranks have no timeouts.
 
     Raises:
         KindError, ArgumentError: a wrong ``rank``, ``skip`` or ``timeout_s``.
-        CollectiveTimeoutError: another rank did not make this call, or did not leave the debugger,
-            within ``timeout_s``.
+        CollectiveTimeoutError: another rank did not make this call or leave the debugger within
+            ``timeout_s``.
         BackendError: another rank's process ended.
-        WorldError: ``rank`` has no standard input; raised on every rank.
+        WorldError: ``rank`` has no standard input; on every rank.
     """
     world = get_usable_world()
-    rank = get_whole_number(rank, "breakpoint: rank", 0, world.size - 1)
-    skip = get_whole_number(skip, "breakpoint: skip", 0)
+    rank = get_integer(rank, "breakpoint: rank", 0, world.size - 1)
+    skip = get_integer(skip, "breakpoint: skip", 0)
     meet = partial(_meet, rank, _limit(timeout_s))
     if world.next_number(("breakpoint", call_site())) <= skip:
         return
@@ -60,7 +60,9 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     if not _has_input():
         meet(without_input=os.getpid())
     debugger = _Debugger(rank, meet)
-    debugger.message(f"rank {rank} of {world.size} is here; type continue to let go\n")
+    debugger.message(
+        f"rank {rank} of {world.size} has stopped; type continue to let all ranks go on\n"
+    )
     debugger.set_trace(sys._getframe(1))  # stops as soon as this function has returned
 
 
@@ -78,7 +80,7 @@ def _limit(timeout_s: object) -> timedelta | None:
 
 def _meet(rank: int, limit: timedelta | None, without_input: int | None = None) -> None:
     """Wait for all ranks; raise on each if ``rank`` passed ``without_input``, its process id."""
-    with wait_notice(None):
+    with stall_warning(None):
         barrier(timeout=limit)
     found = [without_input]
     broadcast_object_list(found, rank)
@@ -102,7 +104,7 @@ def _has_input() -> bool:
 
 
 class _Debugger(pdb.Pdb):
-    """pdb that meets the other ranks once its first commands let the program go on."""
+    """pdb that releases the other ranks when its first commands continue the program."""
 
     def __init__(self, rank: int, meet: Callable[[], object]) -> None:
         if _is_terminal(sys.stdin) and _is_terminal(sys.stdout):
@@ -114,7 +116,7 @@ class _Debugger(pdb.Pdb):
         self._meet: Callable[[], object] | None = meet
 
     def interaction(self, *where: Any) -> None:
-        """Ask for commands; let the other ranks go on unless the first commands quit."""
+        """Ask for commands; release the other ranks unless the first commands quit."""
         super().interaction(*where)
         meet, self._meet = self._meet, None
         if meet is not None and not self.quitting:
@@ -128,11 +130,11 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class _StandardInput:
-    """The process's standard input, which several ranks may share; read without a buffer."""
+    """The process's standard input, unbuffered because ranks may share it."""
 
     def __init__(self) -> None:
         self._raw = open(_STDIN, "rb", buffering=0, closefd=False)  # noqa: SIM115
 
     def readline(self) -> str:
-        """Return the next line with its end, and no byte after it; "" at the end of the input."""
+        """Return the next line with its newline, and read no further; "" at the end."""
         return self._raw.readline().decode(errors="replace")

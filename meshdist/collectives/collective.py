@@ -1,4 +1,4 @@
-"""A call of a verb: its arguments as they travel, their checks, its run, its end."""
+"""Represent a call of a collective: normalize, check and run its arguments."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ import torch
 from torch.autograd import forward_ad
 
 from ..arrays import shape_text
+from ..backends.operation_args import OperationArgs, Sizes, Tensors, Written
+from ..backends.work import Work
 from ..dtypes import QUANTIZED, dtype_name
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
+from ..operation_table import OPERATIONS
 from ..reduce_ops import REDUCIBLE, ReduceKind, ReduceOp, split_premul
-from ..verb_table import VERBS
-from ..wires.prepared import PreparedCall, Sizes, Tensors, Written
-from ..wires.work import Work
-from .roots import as_wire_tensor, check_flag, check_reducible, premultiplied
+from .argument_checks import as_backend_tensor, check_flag, check_reducible, premultiplied
 
 _Tensor, _STRIDED = torch.Tensor, torch.strided
-_NOT_PLAIN = frozenset(verb.name for verb in VERBS.values() if not verb.is_plain)
+_NOT_PLAIN = frozenset(
+    operation.name for operation in OPERATIONS.values() if not operation.is_plain
+)
 
 
-class VerbCall(PreparedCall):
-    """A call of a verb, which takes its arguments and has the tensors that are sent.
+class OperationCall(OperationArgs):
+    """A call of a collective, with its arguments and the tensors to send.
 
     Args:
-        root: the place of its source or destination; of a message, of its other side.
-        title: the name of what it is a part of; "" for a call of its own.
-        is_elementwise: whether its tensors correspond element by element on all members, so that
-            they may travel as they lie in memory.
+        root: the group rank of the source, destination or peer.
+        op_name: "" for a direct call.
+        is_elementwise: whether tensors correspond element by element on all ranks, and so can keep
+            their layout.
     """
 
     written: list[Written]
@@ -39,13 +41,13 @@ class VerbCall(PreparedCall):
 
     def __init__(
         self,
-        verb: str,
+        operation: str,
         group: Any,
         root: int | None = None,
-        title: str = "",
+        op_name: str = "",
         is_elementwise: bool = False,
     ) -> None:
-        self.verb, self.root, self.title = verb, root, title
+        self.operation, self.root, self.op_name = operation, root, op_name
         self.group: ProcessGroup = (
             group if isinstance(group, ProcessGroup) else resolve_group(group)
         )
@@ -53,7 +55,7 @@ class VerbCall(PreparedCall):
         self.written, self.foreign = [], []
 
     def take(self, x: Any, argument: str, *, writes: bool = False) -> torch.Tensor:
-        """Return the tensor sent for ``x``; note ``x`` as a result if the verb writes it."""
+        """Return the tensor to send for ``x``; record ``x`` as a result if ``writes``."""
         is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
         is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
         try:
@@ -62,10 +64,10 @@ class VerbCall(PreparedCall):
             is_plain = False
         data: torch.Tensor = x
         buffer: torch.Tensor = x
-        if not is_plain or x.is_conj() or x.is_neg() or x.dtype in QUANTIZED:  # seldom
+        if not is_plain or x.is_conj() or x.is_neg() or x.dtype in QUANTIZED:  # rare
             keeps = self.is_elementwise
-            data, buffer = as_wire_tensor(
-                x, argument, self.verb, writable=writes, keeps_layout=keeps
+            data, buffer = as_backend_tensor(
+                x, argument, self.operation, writable=writes, keeps_layout=keeps
             )
             if data is not x:
                 self.foreign.append(x)
@@ -76,19 +78,18 @@ class VerbCall(PreparedCall):
         return buffer
 
 
-class Collective(VerbCall):
+class Collective(OperationCall):
     """A call of a collective; its checks raise before anything is sent."""
 
     is_scaled = False  # whether the factor of PREMUL_SUM is in the inputs already
 
     @property
     def is_root(self) -> bool:
-        """Return whether this member is the root."""
         return self.root == self.group.rank()
 
     @property
     def here(self) -> str:
-        """Text for messages that names this rank and its group."""
+        """The rank and its group, for messages."""
         return f"rank {self.group.world.rank}, {self.group.name}"
 
     def take_list(
@@ -101,11 +102,11 @@ class Collective(VerbCall):
         *,
         writes: bool = False,
     ) -> list[torch.Tensor]:
-        """Return the tensors that travel for a list with an array like ``like`` per member.
+        """Return the tensors to send for a list with an array like ``like`` per rank.
 
         Args:
-            role: names the root, where it alone gives a list, of arrays as large as ``like``.
-            likes_name: of ``like``, for messages.
+            role: the root's name, if only the root passes a list; its arrays are as large as
+                ``like``.
         """
         tensors = []
         entries = self.check_list(given, argument, len(self.group.ranks), role=role)
@@ -130,9 +131,9 @@ class Collective(VerbCall):
         """Set the reduction, checked for ``tensors``; PREMUL_SUM becomes SUM and a factor."""
         kind, number = op, op.value if type(op) is ReduceKind else None
         for tensor in tensors:
-            if (number, tensor.dtype) not in REDUCIBLE:  # seldom
+            if (number, tensor.dtype) not in REDUCIBLE:  # rare
                 kind, self.factor = split_premul(op)
-                check_reducible(kind, tensor, self.verb, self.factor)
+                check_reducible(kind, tensor, self.operation, self.factor)
         self.op = kind
         self.noted_op = kind if self.factor is None else ReduceOp.PREMUL_SUM
 
@@ -150,38 +151,36 @@ class Collective(VerbCall):
         result: Sequence[Any] | None = None,
         sizes: tuple[Sizes, Sizes] | None = None,
     ) -> None:
-        """Set how the call is carried out: a communicator's verb, and its tensors.
+        """Set the backend operation and its tensors.
 
         Args:
-            way: the verb of the communicator.
-            noted: the tensors that members compare.
-            result: what the Work's result() gives; None for ``outputs``.
-            sizes: elements sent to, and received from, each member, where they differ.
+            noted: the tensors that ranks compare.
+            result: the result() of the Work; None for ``outputs``.
+            sizes: the elements sent to, and received from, each rank, if they differ.
         """
         self.way, self.inputs, self.outputs, self.noted = way, inputs, outputs, noted
         self.result, self.sizes = result, sizes
 
     def run(self, async_op: bool = False) -> Work | None:
-        """Run the call and wait for it, return None; with ``async_op`` return its Work at once."""
+        """Run the call and wait for it; with ``async_op`` return its Work immediately."""
         if async_op is not False:
-            check_flag(async_op, self.verb)
+            check_flag(async_op, self.operation)
         if len(self.written) > 1:
             self._check_apart()
-        if self.factor is not None or self.verb in _NOT_PLAIN:
+        if self.factor is not None or self.operation in _NOT_PLAIN:
             self.shows_all = False
         if self.is_scaled:
             self.factor = None
         noted = self.noted
         like = noted if isinstance(noted, _Tensor) else noted[0]
-        channel = self.group.open_channel("cpu" if like.is_cpu else like.device.type)
-        return channel.run(self, is_async=async_op)
+        device_group = self.group.open_device_group("cpu" if like.is_cpu else like.device.type)
+        return device_group.run(self, is_async=async_op)
 
     # -- checks -----------------------------------------------------------------------------------
 
     def _check_apart(self) -> None:
-        """Raise where two of the arrays that the verb writes have memory in common."""
-        # Of ``[x] * 3`` the last result alone would be left. Arrays with gaps, such as columns of
-        # one matrix, may lie among each other: of them the first elements are compared.
+        # ``[x] * 3`` would keep only the last result. Arrays with gaps, like columns of a matrix,
+        # may interleave, so only their first elements are compared.
         spans = [
             (data.data_ptr(), data.nbytes if data.is_contiguous() else data.element_size(), place)
             for place, (_, data, _) in enumerate(self.written)
@@ -191,11 +190,12 @@ class Collective(VerbCall):
         for (start, size, place), (begin, _, other) in pairwise(spans):
             if begin < start + size:
                 raise ArgumentError(
-                    f"{self.verb} cannot write two results into the same memory",
+                    f"{self.operation} cannot write two results into the same memory",
                     where=self.here,
                     expected="arrays that do not overlap",
-                    found=f"those it writes, counted from 0: {place} and {other} overlap",
-                    fix="make each its own: [torch.empty_like(x) for _ in range(n)], not [x] * n",
+                    found=f"results {place} and {other}, counted from 0, overlap",
+                    fix="pass separate arrays: [torch.empty_like(x) for _ in range(n)], "
+                    "not [x] * n",
                 )
 
     def check_alike(
@@ -210,34 +210,32 @@ class Collective(VerbCall):
     def check_same_dtype(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors, called ``names`` in the error, have the same dtype."""
         if output.dtype != tensor.dtype:
             dtypes = (dtype_name(output.dtype), dtype_name(tensor.dtype))
             raise DtypeError(
-                f"{self.verb} has arguments of different dtypes",
+                f"{self.operation} has arguments of different dtypes",
                 where=self.here,
-                expected="one dtype",
+                expected="the same dtype",
                 found=f"{names[0]} {dtypes[0]}, {names[1]} {dtypes[1]}",
-                fix=f"give {names[0]} the dtype of {names[1]}, {tensor.dtype}",
+                fix=f"pass {names[0]} with the dtype of {names[1]}, {tensor.dtype}",
             )
 
     def check_same_device(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors, called ``names`` in the error, lie on the same device."""
         if output.device != tensor.device:
             raise ArgumentError(
-                f"{self.verb} has arguments on different devices",
+                f"{self.operation} has arguments on different devices",
                 where=self.here,
-                expected="one device",
+                expected="the same device",
                 found=f"{names[0]} on {output.device}, {names[1]} on {tensor.device}",
-                fix=f"give {names[0]} the device of {names[1]}, {str(tensor.device)!r}",
+                fix=f"pass {names[0]} on the device of {names[1]}, {str(tensor.device)!r}",
             )
 
     def check_blocks(
         self, whole: torch.Tensor, block: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless ``whole`` has a block per member: concatenated, stacked, or flat."""
+        """Raise unless ``whole`` has a block per rank: concatenated, stacked, or flat."""
         size = len(self.group.ranks)
         if whole.dim() == 1 and whole.numel() == size * block.numel():
             return  # the common case, decided fast
@@ -246,23 +244,23 @@ class Collective(VerbCall):
         if whole.shape not in (stacked, joined):
             shapes = (shape_text(whole.shape), shape_text(block.shape))
             raise ShapeError(
-                f"{self.verb}: {names[0]} does not hold one {names[1]} per member",
+                f"{self.operation}: {names[0]} does not hold one {names[1]} per rank",
                 where=self.here,
                 expected=f"{names[0]} of shape {shape_text(joined)} or {shape_text(stacked)}",
                 found=f"{names[0]} {shapes[0]}, {names[1]} {shapes[1]}",
+                fix=f"pass {names[0]} with one of the expected shapes",
             )
 
     def check_same_size(
         self, tensor: torch.Tensor, other: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors have equally many elements."""
         if tensor.numel() != other.numel():
             shapes = (shape_text(tensor.shape), shape_text(other.shape))
             raise ShapeError(
-                f"{self.verb}: {names[0]} and {names[1]} have different numbers of elements",
+                f"{self.operation}: {names[0]} and {names[1]} have different numbers of elements",
                 where=self.here,
                 found=f"{names[0]} {shapes[0]}, {names[1]} {shapes[1]}",
-                fix=f"give {names[0]} {other.numel()} elements, as {names[1]} has",
+                fix=f"pass {names[0]} with {other.numel()} elements, like {names[1]}",
             )
 
     def check_list(
@@ -277,39 +275,39 @@ class Collective(VerbCall):
         """Return ``given`` if it is a list or tuple of ``length`` entries; else raise.
 
         Args:
-            length: None for any number from 1 on.
-            role: names the root, where it alone gives a list; the others get ().
-            may_be_longer: whether more entries than ``length`` are fine, too.
+            length: None for at least 1.
+            role: the root's name, if only the root passes a list; others get ().
         """
         if role and not self.is_root:
             if given is None or (isinstance(given, (list, tuple)) and not given):
                 return ()
             root = self.group.ranks[self.root or 0]
             raise (ArgumentError if isinstance(given, (list, tuple)) else KindError)(
-                f"{self.verb}: {argument} is given on a rank that is not the {role}",
+                f"{self.operation}: {argument} is given on a rank that is not the {role}",
                 where=self.here,
-                expected=f"None or [] on all ranks but rank {root}, the {role}",
+                expected=f"None or [] on all ranks except rank {root}, the {role}",
                 found=f"a {type(given).__name__}",
-                fix=f"pass {argument} on the {role} alone",
+                fix=f"pass {argument} only on the {role}",
             )
-        each = ", one entry per member" if length == len(self.group.ranks) else ""
+        each = ", one entry per rank" if length == len(self.group.ranks) else ""
         if given is None:
             name = "src" if role == "source" else "dst"
             raise KindError(
-                f"{self.verb} needs {argument} on this rank{role and f', the {role}'}",
+                f"{self.operation} needs {argument} on this rank{role and f', the {role}'}",
                 where=self.here,
                 expected=f"a list or tuple{each}",
-                fix=f"pass {argument}{role and f' here, or name another {role} as {name}'}",
+                fix=f"pass {argument}"
+                + (role and f" here, or pass the rank of another {role} as {name}"),
             )
         if not isinstance(given, (list, tuple)):
             raise KindError(
-                f"{self.verb}: {argument} must be a list",
+                f"{self.operation}: {argument} must be a list",
                 where=self.here,
                 expected=f"a list or tuple{each}",
                 found=type(given).__name__,
                 fix=f"pass a list, for example list({argument}.unbind())"
                 if isinstance(given, torch.Tensor)
-                else None,
+                else "pass a list or tuple",
             )
         if may_be_longer and length is not None and len(given) > length:
             return given
@@ -318,7 +316,8 @@ class Collective(VerbCall):
             if each:
                 fix = f"pass one entry for each of {ranks_text(self.group.ranks)}"
             raise LengthError(
-                f"{self.verb}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
+                f"{self.operation}: {argument} has {len(given)} "
+                + ("entry" if len(given) == 1 else "entries"),
                 where=self.here,
                 expected="at least one" if length is None else f"{length}{each}",
                 fix=fix,

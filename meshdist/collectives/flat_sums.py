@@ -1,8 +1,7 @@
-"""Many tensors by few messages: dense tensors flattened, sparse tensors row by row.
+"""Reduce many tensors with few messages: flatten dense tensors, sum sparse tensors by rows.
 
-A bucket holds tensors of one dtype and device, so that it can be one flat tensor and one
-all-reduce. The elements of a tensor lie in it in the order of a row-major tensor, or of its own
-memory where the flat tensor is to have views with the strides of the tensors:
+A bucket has tensors of one dtype and device, so a single flat tensor and all-reduce suffice.
+Elements are in row-major order, or in each tensor's memory order if views need its strides:
 
     a = [[1, 2], [3, 4]] of strides (1, 2), and b = [5]     row-major: 1 2 3 4 5     own: 1 3 2 4 5
 """
@@ -14,12 +13,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..backends.work import Work, may_be_dropped
 from ..errors import ArgumentError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.memory import new_like
-from ..wires.work import Work, may_be_dropped
-from .verbs import all_reduce, broadcast
+from .tensor_collectives import all_reduce, broadcast
 
 Item: TypeAlias = tuple[int, Hashable]
 """The bytes of a parameter's gradient, and the kind that all gradients of its bucket share."""
@@ -33,7 +32,7 @@ def items_of(
     dtype: torch.dtype | None = None,
     alone: Collection[int] = (),
 ) -> list[Item]:
-    """Return (bytes as ``dtype``, kind) of each; equal kinds share a bucket, ``alone`` never."""
+    """Return (bytes as ``dtype``, kind) of each; equal kinds share buckets, ``alone`` never."""
     return [
         (
             p.numel() * (dtype or p.dtype).itemsize,
@@ -46,12 +45,12 @@ def items_of(
 def assign_buckets(
     items: Sequence[Item], order: Sequence[int], caps: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets of items as tuples of their indices, in the order of their completion.
+    """Return buckets as tuples of item indices, in order of completion.
 
     Args:
-        order: the indices in the order in which gradients are expected.
-        caps: bytes of the first bucket of each kind, of the second, ...; the last repeats. A
-            single larger item has a bucket of its own.
+        order: the indices in the expected order of gradients.
+        caps: bytes of each kind's first bucket, second, ...; the last repeats. A larger item gets
+            its own bucket.
 
     Example:
         >>> items = [(4, "f32"), (8, "f32"), (2, "f16"), (4, "f32")]
@@ -59,18 +58,18 @@ def assign_buckets(
         ((3,), (2,), (1, 0))
     """
     buckets: list[list[int]] = []
-    filling: dict[Hashable, tuple[list[int], int]] = {}  # the latest of each kind, its room
+    bucket_state: dict[Hashable, tuple[list[int], int]] = {}  # latest bucket, free bytes
     counts: dict[Hashable, int] = {}
     for index in order:
         num_bytes, kind = items[index]
-        bucket, room = filling.get(kind, ([], 0))
+        bucket, room = bucket_state.get(kind, ([], 0))
         if not bucket or num_bytes > room:
             nth = counts.get(kind, 0)
             bucket, room = [], caps[min(nth, len(caps) - 1)]
             counts[kind] = nth + 1
             buckets.append(bucket)
         bucket.append(index)
-        filling[kind] = bucket, room - num_bytes
+        bucket_state[kind] = bucket, room - num_bytes
     places = {index: place for place, index in enumerate(order)}
     return tuple(sorted(map(tuple, buckets), key=lambda bucket: places[bucket[-1]]))
 
@@ -122,10 +121,10 @@ def reduce_together(
     *,
     likes: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the reductions of dense tensors of one dtype and device, made by one all-reduce.
+    """Return the reductions of dense tensors of one dtype and device, by one all-reduce.
 
     Args:
-        likes: tensors whose strides the results have, equal on all members; None: row-major.
+        likes: tensors with the strides for results, equal on all ranks; None for row-major.
 
     Example:
         >>> import meshdist as md
@@ -167,19 +166,19 @@ def broadcast_from(source: int, tensors: Sequence[torch.Tensor], group: ProcessG
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield lists of non-empty tensors of one device, up to 32 MiB; larger tensors alone."""
-    filling: dict[torch.device, list[torch.Tensor]] = {}
+    bucket_state: dict[torch.device, list[torch.Tensor]] = {}
     filled: dict[torch.device, int] = {}
     for tensor in tensors:
         device = tensor.device
         if tensor.numel() == 0:
             continue
         num_bytes = filled.get(device, 0) + _padded_bytes(tensor)
-        if num_bytes > CHUNK_BYTES and device in filling:
-            yield filling.pop(device)
+        if num_bytes > CHUNK_BYTES and device in bucket_state:
+            yield bucket_state.pop(device)
             num_bytes = _padded_bytes(tensor)
-        filling.setdefault(device, []).append(tensor)
+        bucket_state.setdefault(device, []).append(tensor)
         filled[device] = num_bytes
-    yield from filling.values()
+    yield from bucket_state.values()
 
 
 def _padded_bytes(tensor: torch.Tensor) -> int:
@@ -197,7 +196,7 @@ def sparse_psum(grad: torch.Tensor, group: Any) -> torch.Tensor:
 
 def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Return the coalesced sum of all members' sparse rows, ``counts`` of each; collective."""
-    # Along their last dimension indices go, values along their first.
+    # Concatenate indices along their last dimension, values along their first.
     indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
     values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]
     group.allgather([indices], [mine.indices().contiguous()]).wait()
@@ -212,7 +211,7 @@ def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
     """Write the members' sum of sparse ``tensor`` into it; raise unless COO and SUM; collective."""
     if tensor.layout is not torch.sparse_coo:
         raise ArgumentError(
-            "all_reduce of a tensor that is neither dense nor of coordinates",
+            "all_reduce cannot reduce a tensor that is neither dense nor sparse COO",
             expected="layout torch.strided or torch.sparse_coo",
             found=f"layout {tensor.layout}",
             fix="pass tensor.to_dense()",

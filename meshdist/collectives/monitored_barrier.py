@@ -1,12 +1,10 @@
-"""A barrier that names the members that do not come.
+"""Run a barrier that lists the ranks that do not reach it.
 
-It goes through the store of the world instead of a wire, so that a rank that does not come breaks
-nothing: the group can be used afterwards. It is not one of the collectives that the members count
-and compare.
+It uses the store, not a backend, so the group stays usable if a rank is missing. Ranks do not count
+or compare it like other collectives.
 
-Under keys of its own a group keeps in the store the number of the latest barrier at which each
-member has arrived, and one outcome. The outcome is replaced by compare-and-set, so that each
-barrier ends in the same way for all members.
+The store holds, per group, the latest barrier that each rank reached, and a single outcome, which
+ranks replace by compare-and-set so that all get the same.
 """
 
 from __future__ import annotations
@@ -20,48 +18,47 @@ from typing import Any
 from torch.distributed import Store
 
 from ..arguments import check_timeout
-from ..bootstrap.bounded_store import read_json, read_number, within
-from ..bootstrap.head_counts import digest_of_ranks
+from ..backends.simulated.scheduler import find_rank_here
+from ..backends.simulated.store import CallWait
+from ..bootstrap.arrival_counters import digest_of_ranks
+from ..bootstrap.timeout_store import read_json, read_number, within
 from ..bootstrap.world import World
-from ..checking.calls import GroupFacts, Note, get_call
-from ..checking.program import call_site, show_site
+from ..checking.call_sites import call_site, show_site
+from ..checking.calls import CallRecord, GroupFacts, get_call
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.communicators import get_registry
+from ..groups.control_messages import ask, last_call_text
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..groups.signals import ask, last_call_text
 from ..runtime.deadlines import Deadline, wait_until
-from ..wires.simulated.scheduler import find_rank_here
-from ..wires.simulated.store import CallWait
-from .marks import verb
+from .registration import collective
 
 __all__ = ["monitored_barrier"]
 
 _NAME = "monitored_barrier"
 
 
-@verb()
+@collective()
 def monitored_barrier(
     group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return when every member has called it; raise on every member if any does not come.
+    """Wait until every rank of the group has called it; raise on every rank if any rank is missing.
 
-    Rank 0 of the group collects, the others wait for it: each of them at most ``timeout`` until it
-    comes, and as long again for its outcome.
+    Rank 0 of the group collects arrivals. Other ranks wait up to ``timeout`` for rank 0 to call,
+    and as long again for the outcome.
 
     Args:
-        group: whose members take part.
-        timeout: how long to wait; None takes the group's.
-        wait_all_ranks: let rank 0 name every absent member, not the first alone.
+        group: as in ``all_reduce``.
+        timeout: how long to wait; None uses the group's timeout.
+        wait_all_ranks: list every missing rank in the error of rank 0, not only the first.
 
     Raises:
-        CollectiveTimeoutError: a member did not come. Rank 0 names it, with what it called last;
-            the others point to rank 0. A member that comes too late raises, too.
-        DeadlockError: on simulated ranks, which have no clock, where a member cannot come any
-            more.
+        CollectiveTimeoutError: a rank did not reach the call in time; a late rank raises, too. Rank
+            0 lists it with its last call; other ranks refer to rank 0.
+        DeadlockError: simulated ranks only: a rank can no longer reach the call.
         KindError, ArgumentError: a wrong timeout.
-        AbortedError: the group was aborted meanwhile.
+        AbortedError: the group was aborted.
 
-    Cost: some requests to the store per rank, and on rank 0 a request for each member.
+    Cost: a few store requests per rank; on rank 0 also a request per rank.
 
     Example:
         >>> import meshdist as md
@@ -89,21 +86,21 @@ monitoredBarrier
 
 
 def _keys_of(group: ProcessGroup) -> str:
-    """Return the prefix of the store keys for a group's barriers, equal on its members."""
+    """Return the prefix of the store keys for a group's barriers, equal on every rank."""
     if group.is_private:
-        return f"monitored/{group.open_channel(group.first_device_type()).opened.label}"
+        return f"monitored/{group.open_device_group(group.first_device_type()).opened.label}"
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
 def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
-    """Wait until all members come; raise on all if late, naming all absent if ``names_all``."""
+    """Wait for all ranks; raise on every rank if any is missing."""
     world, ranks = group.world, group.ranks
     registry = get_registry(world)
     known_aborts = set(registry.aborts)
     prefix = _keys_of(group)
     number = world.next_number(prefix)
     facts = GroupFacts(group.name, group.ranks, group.rank())
-    note = Note(*registry.beside_wires.note(facts, get_call(_NAME, None)))
+    note = CallRecord(*registry.beside_backends.note(facts, get_call(_NAME, None)))
     where = f"rank {world.rank}, {note._replace(sequence=number).heading}"
     barrier = MonitoredBarrier(
         world.store,
@@ -117,13 +114,13 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
     )
     outcome = barrier.wait()
     came = [rank for rank in ranks if rank not in outcome.absent]
-    registry.presence.finish(f"{prefix}/{number}", came)
+    registry.liveness.finish(f"{prefix}/{number}", came)
     if outcome.failure:
         raise _timed_out(group.world, ranks, outcome, where, names_all)
 
 
 def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
-    """Raise AbortedError if the group was aborted by an abort that is not in ``known_aborts``."""
+    """Raise AbortedError for an abort of the group that is not in ``known_aborts``."""
     aborts = get_registry(group.world).aborts
     for label in set(aborts) - known_aborts:
         message = aborts[label]
@@ -132,48 +129,44 @@ def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) 
                 f"{_NAME} on {group.name} was aborted",
                 where=where,
                 found=f"rank {message['rank']}: {message['reason']}",
-                fix="make a new mesh on the ranks that are left",
+                fix="create a new mesh of the remaining ranks",
             )
 
 
 def _timed_out(
     world: World, ranks: Sequence[int], outcome: BarrierResult, where: str, names_all: bool
 ) -> CollectiveTimeoutError:
-    """Return this rank's error: the first member names absent ranks, the others point to its error.
-
-    Args:
-        names_all: whether the first member names all absent ranks, or the first alone.
-    """
+    """Return this rank's error: the first rank lists the missing ranks, the others refer to it."""
     me, leader = world.rank, ranks[0]
     found = f"rank {outcome.by}: {outcome.failure}"
     if me in outcome.absent:
-        summary = f"rank {me} came to monitoredBarrier when rank {outcome.by} had given up"
-        fix = f"look at what kept rank {me}, or raise the timeout"
+        summary = f"rank {me} reached monitoredBarrier after rank {outcome.by} had timed out"
+        fix = f"check what delayed rank {me}, or pass a longer timeout"
     elif me == leader:
         summary = outcome.failure
         found = _last_calls(world, outcome.absent if names_all else outcome.absent[:1])
-        fix = "look at what these ranks do instead, or raise the timeout"
+        fix = "check why these ranks did not make this call, or pass a longer timeout"
     else:
         summary = (
             f"rank {me} successfully reached monitoredBarrier, but received errors while "
             f"waiting for send/recv from rank {leader}"
         )
-        fix = f"look at the error of rank {leader}, which tells more"
+        fix = f"read the error of rank {leader}, which lists the missing ranks"
         if leader in outcome.absent:
             found = f"{found}\n{_last_calls(world, [leader])}"
-            fix = f"look at what rank {leader} does instead, or raise the timeout"
+            fix = f"check why rank {leader} did not make this call, or pass a longer timeout"
     expected = f"the same call on ranks {', '.join(map(str, ranks))}"
     return CollectiveTimeoutError(summary, where=where, expected=expected, found=found, fix=fix)
 
 
 def _last_calls(world: World, ranks: list[int]) -> str:
-    """Return a line on the last call of each absent rank that answers."""
+    """Return one line per missing rank with its last call."""
     answers = ask(world, tuple(ranks))
     return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
 
 def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
-    """Return the group's shared table of how many barriers each simulated member has come to."""
+    """Return how many of the group's barriers each simulated rank has reached."""
     rank = find_rank_here()
     assert rank is not None  # else the caller has raised
     counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})
@@ -181,14 +174,15 @@ def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
 
 
 def _meet_simulated(group: ProcessGroup) -> None:
-    """Wait for the other simulated ranks; raise if they cannot come."""
+    """Wait for the other simulated ranks; raise if they can no longer reach the call."""
     rank = find_rank_here()
     if rank is None:
         raise WorldError(
             f"{_NAME} of simulated rank {group.world.rank} was called from another thread",
             where=f"called at {show_site(call_site())}",
-            expected="verbs on the rank's own thread",
-            fix="call it there, or run the program as processes (meshdist run, meshdist.spawn)",
+            expected="collectives on the rank's own thread",
+            fix="call it on that thread, or run the ranks as processes (meshdist run, "
+            "meshdist.spawn)",
         )
     counts = _counts_of_simulated(group)
     me = group.world.rank
@@ -202,7 +196,7 @@ def _meet_simulated(group: ProcessGroup) -> None:
         wait.show_more = lambda: f": {failed_text(find_absent())}"
         rank.wait(wait)
     except BaseException:
-        counts[me] -= 1  # this rank waits no more, and did not pass
+        counts[me] -= 1  # this rank stops waiting without having passed
         raise
 
 
@@ -210,7 +204,7 @@ _GRACE = timedelta(seconds=1)
 
 
 def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
-    """Return torch's sentence on ``ranks`` that failed to pass a monitored barrier in time."""
+    """Return torch's message for ``ranks`` that missed a monitored barrier."""
     ranks_named = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     limit = "" if timeout is None else f" in {timeout / timedelta(milliseconds=1):.0f} ms"
     return f"{ranks_named} failed to pass monitoredBarrier{limit}"
@@ -220,8 +214,8 @@ def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
 class BarrierResult:
     """The result of a group's latest barrier, stored as JSON."""
 
-    number: int  # the barrier's
-    passed: int  # the number of the latest barrier that all members passed
+    number: int  # of the barrier
+    passed: int  # the latest barrier that all ranks passed
     by: int  # the rank that decided
     failure: str  # the reason, or ""
     absent: list[int]  # the ranks that had not arrived
@@ -240,14 +234,13 @@ class BarrierResult:
 
 @dataclass
 class MonitoredBarrier:
-    """A member's part in a monitored barrier.
+    """A rank's part in a monitored barrier.
 
     Args:
-        prefix: the beginning of the group's keys in the store.
-        ranks: the members' global ranks; the first rank decides as a rule.
-        number: the barrier's, from 1; all members count alike.
-        names_all: whether the failure names all absent ranks, or the first alone.
-        check: raises where waiting is in vain.
+        ranks: global ranks; normally the first decides the outcome.
+        number: the number of the barrier, from 1.
+        names_all: list all missing ranks in the failure, not only the first.
+        check: raises to end the wait.
     """
 
     store: Store
@@ -260,9 +253,8 @@ class MonitoredBarrier:
     check: Callable[[], None] = lambda: None
 
     def wait(self) -> BarrierResult:
-        """Wait for all members; return the result, decided by the first or a late member."""
-        # The others wait at most the timeout until the first arrives, and as long again for its
-        # decision.
+        """Wait for all ranks; return the result."""
+        # The others wait up to the timeout for the first, and as long again for its decision.
         with within(Deadline(self.timeout)):
             outcome = self._find_outcome()
             if outcome is None:
@@ -275,7 +267,7 @@ class MonitoredBarrier:
         absent = list(self.ranks[1:])
 
         def collect() -> BarrierResult | None:
-            """Return the result once all members have arrived or another member has decided it."""
+            """Return the result after all ranks arrive or another rank decides it."""
             absent[:] = [rank for rank in absent if not self._has_arrived(rank)]
             return self._find_outcome() if absent else self._decide("", [])
 
@@ -293,7 +285,11 @@ class MonitoredBarrier:
             if outcome := wait_until(self._find_outcome, limit, self.check):
                 return outcome
         absent = [rank for rank in self.ranks if not self._has_arrived(rank)]
-        why = self._why(absent) if absent else f"rank {leader} came, and did not decide in time"
+        why = (
+            self._why(absent)
+            if absent
+            else f"rank {leader} reached the call, but did not finish it in time"
+        )
         return self._decide(why, absent)
 
     def _has_arrived(self, rank: int) -> bool:
@@ -303,7 +299,7 @@ class MonitoredBarrier:
         return failed_text(absent if self.names_all else absent[:1], self.timeout)
 
     def _find_outcome(self) -> BarrierResult | None:
-        """Return the outcome of this barrier if it has ended, else None."""
+        """Return the outcome of this barrier; None before it ends."""
         outcome, _ = self._read()
         if outcome is None or outcome.number < self.number:
             return None
@@ -319,7 +315,7 @@ class MonitoredBarrier:
         return read_json(self.store, key, BarrierResult.parse), text
 
     def _decide(self, failure: str, absent: list[int]) -> BarrierResult:
-        """Store this member's result unless another has decided; return the stored result."""
+        """Store this rank's result unless another rank has decided; return the stored result."""
         while True:
             latest, before = self._read()
             if latest is not None and latest.number >= self.number:

@@ -1,14 +1,12 @@
-"""torch's verbs on Python objects: pickled, sent as bytes, unpickled.
+"""Run torch's collectives on Python objects: pickle, send as bytes, unpickle.
 
-Unpickling can run any code, so these verbs trust all members of the group. A collective call takes
-two rounds, sizes and then bytes; a message between two ranks is its sizes, the receiver's answer
-and its bytes. The bytes travel by the wire that the group has open: over NCCL through the current
-CUDA device, else through host memory, or through ``device``. A tensor in an object comes back with
-its values on the device index that it had at its sender.
+Unpickling can run any code, so use them only if you trust every rank. A collective takes two
+rounds, sizes and bytes; a message between two ranks takes sizes, the receiver's answer and bytes.
+Bytes are sent from ``device``, by default with NCCL the current CUDA device, else host memory. An
+unpickled tensor keeps its sender's device index.
 
-Every call blocks. An object that cannot be pickled is the same error on all members, and an object
-that cannot be unpickled an error where it arrives; the group is good for the next call after both.
-A call that fails leaves its lists as they were.
+Every call blocks. If pickling fails, every rank raises the same error; if unpickling fails, the
+receiver raises. The group stays usable, and a failed call does not change its lists.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from typing import Any
 
 import torch
 
+from ..backends.operation_args import OperationArgs
 from ..errors import BackendError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..wires.prepared import PreparedCall
-from .marks import verb
-from .object_rounds import (
-    Parcel,
+from .argument_checks import find_peer, get_peer, get_root
+from .object_protocol import (
+    PickledObject,
     Rounds,
     check_is_list,
     entries,
@@ -31,8 +29,8 @@ from .object_rounds import (
     raise_unpicklable,
     unpack,
 )
-from .point_to_point import ANSWER_TAG, check_not_me, open_channel, prepare_message
-from .roots import find_peer, get_peer, get_root
+from .point_to_point import ANSWER_TAG, check_not_me, open_device_group, prepare_message
+from .registration import collective
 from .torch_private import untransformed
 
 __all__ = [
@@ -46,26 +44,25 @@ __all__ = [
 
 
 _MARK = int.from_bytes(b"objects\0", "little")
-"""The first number of every list of objects that is sent, which tells it from other messages."""
+"""The first number of every sent list of objects, which receivers check."""
 
 
 @untransformed
-@verb()
+@collective()
 def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
-    """Every member's list holds all members' objects, in group order.
+    """Gather the objects of all ranks into a list on every rank, in group order.
 
     Args:
-        object_list: a list of as many entries as the group has members, which are replaced; of
-            a longer list the first.
-        obj: anything that can be pickled.
+        object_list: a list with at least one entry per rank; the first entries are replaced.
+        obj: any object that pickle supports.
         group: as in ``all_reduce``.
 
     Cost: the pickled bytes, p - 1 times, per rank.
 
     Raises:
-        PicklingError: an object cannot be pickled, on whichever member. KindError: no list.
-        LengthError: a shorter list.
-        BackendError: what a member sent cannot be unpickled here.
+        PicklingError: an object of any rank cannot be pickled. KindError: not a list.
+        LengthError: the list is too short.
+        BackendError: a received object cannot be unpickled.
 
     Example:
         >>> import meshdist as md
@@ -80,22 +77,22 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
     rounds = Rounds("all_gather_object", group)
     size = rounds.group.size()
     rounds.check_list(object_list, "object_list", size, may_be_longer=True)
-    check_is_list(object_list, "object_list", rounds.verb, is_written=True)
-    parcel = Parcel({"obj": obj})
-    sizes = rounds.agree(parcel)
-    parts = rounds.all_gather_bytes(parcel.data, sizes)
+    check_is_list(object_list, "object_list", rounds.operation, is_written=True)
+    pickled = PickledObject({"obj": obj})
+    sizes = rounds.agree(pickled)
+    parts = rounds.all_gather_bytes(pickled.data, sizes)
     object_list[:size] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
 
 
 def gather_from_all(obj: Any, group: ProcessGroup) -> list[Any]:
-    """Return every member's object, in group order; collective."""
+    """Return the objects of all ranks, in group order; collective."""
     of_all: list[Any] = [None] * group.size()
     all_gather_object(of_all, obj, group)
     return of_all
 
 
 @untransformed
-@verb()
+@collective()
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -103,20 +100,18 @@ def gather_object(
     group: GroupLike = None,
     group_dst: int | None = None,
 ) -> None:
-    """The destination's list holds all members' objects, in group order.
+    """Gather the objects of all ranks into a list on the destination, in group order.
 
     Args:
-        obj: anything that can be pickled.
-        object_gather_list: on the destination a list of as many entries as the group has members,
-            which are replaced, of a longer list the first; None or [] on the others.
-        dst: the destination's global rank (0 if neither is given); or
-        group_dst: its rank in the group.
+        obj: any object that pickle supports.
+        object_gather_list: on the destination a list with at least one entry per rank; the first
+            are replaced. None or [] elsewhere.
+        dst: the destination's global rank (default 0); or
+        group_dst: its group rank.
         group: as in ``all_reduce``.
 
     Raises:
-        PicklingError: an object cannot be pickled, on whichever member. KindError: no list.
-        LengthError: a shorter list. ArgumentError: a list on a rank that is not the destination.
-        BackendError: what a member sent cannot be unpickled here.
+        As ``all_gather_object``. ArgumentError: a list on another rank.
 
     Example:
         >>> import meshdist as md
@@ -129,16 +124,16 @@ def gather_object(
         [['a', 'b'], None]
     """
     rounds, argument = Rounds("gather_object", group), "object_gather_list"
-    root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.verb, "dst")
+    root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.operation, "dst")
     size = rounds.group.size()
     rounds.check_list(object_gather_list, argument, size, role="destination", may_be_longer=True)
     if rounds.is_root:
-        check_is_list(object_gather_list, argument, rounds.verb, is_written=True)
-    parcel = Parcel({"obj": obj})
-    sizes = rounds.agree(parcel)
+        check_is_list(object_gather_list, argument, rounds.operation, is_written=True)
+    pickled = PickledObject({"obj": obj})
+    sizes = rounds.agree(pickled)
     sent = [0] * size
-    sent[root] = parcel.data.numel()
-    parts = rounds.exchange(parcel.data, sent, sizes if rounds.is_root else [0] * size)
+    sent[root] = pickled.data.numel()
+    parts = rounds.exchange(pickled.data, sent, sizes if rounds.is_root else [0] * size)
     if object_gather_list and rounds.is_root:
         object_gather_list[:size] = [
             rounds.unpack(part, member)[0] for member, part in enumerate(parts)
@@ -146,7 +141,7 @@ def gather_object(
 
 
 @untransformed
-@verb()
+@collective()
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -154,20 +149,20 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Every member's list holds the source's objects.
+    """Copy the source's list of objects to every rank of the group.
 
     Args:
-        object_list: on the source what is sent, on the others a list of the same length, whose
-            entries are replaced.
-        src: the source's global rank (0 if neither is given); or
+        object_list: the objects on the source; elsewhere a list of the same length, which is
+            overwritten.
+        src: the source's global rank (default 0); or
         group: as in ``all_reduce``.
-        device: through which the bytes travel; equal in type on all members.
-        group_src: the source's rank in the group.
+        device: the device of the bytes; the same type on every rank.
+        group_src: the source's group rank.
 
     Raises:
-        AgreementError: the members' lists have different lengths; on all members.
-        PicklingError: an object cannot be pickled, on all members. KindError: no list.
-        BackendError: what the source sent cannot be unpickled here.
+        MismatchError: the lists have different lengths; on every rank.
+        PicklingError: an object cannot be pickled; on every rank. KindError: not a list.
+        BackendError: a received object cannot be unpickled.
 
     Example:
         >>> import meshdist as md
@@ -180,17 +175,17 @@ def broadcast_object_list(
         ['foo', 12, {1: 2}]
     """
     rounds = Rounds("broadcast_object_list", group, device)
-    root = rounds.root = get_root(rounds.group, src, group_src, rounds.verb, "src")
-    check_is_list(object_list, "object_list", rounds.verb, is_written=not rounds.is_root)
-    parcel = Parcel(entries("object_list", object_list) if rounds.is_root else {})
-    sizes = rounds.agree(parcel, len(object_list))
-    arrived = rounds.broadcast(parcel.data if rounds.is_root else rounds.empty(sizes[root]))
+    root = rounds.root = get_root(rounds.group, src, group_src, rounds.operation, "src")
+    check_is_list(object_list, "object_list", rounds.operation, is_written=not rounds.is_root)
+    pickled = PickledObject(entries("object_list", object_list) if rounds.is_root else {})
+    sizes = rounds.agree(pickled, len(object_list))
+    arrived = rounds.broadcast(pickled.data if rounds.is_root else rounds.empty(sizes[root]))
     if not rounds.is_root:
         object_list[:] = rounds.unpack(arrived, root)
 
 
 @untransformed
-@verb()
+@collective()
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
@@ -198,19 +193,18 @@ def scatter_object_list(
     group: GroupLike = None,
     group_src: int | None = None,
 ) -> None:
-    """The first entry of every member's output list is its own of the source's objects.
+    """Scatter the source's list of objects: rank j receives entry j.
 
     Args:
         scatter_object_output_list: a list of at least one entry; the first is replaced.
-        scatter_object_input_list: on the source one object per member; ignored on the others.
-        src: the source's global rank (0 if neither is given); or
+        scatter_object_input_list: on the source one object per rank; ignored elsewhere.
+        src: the source's global rank (default 0); or
         group: as in ``all_reduce``.
-        group_src: the source's rank in the group.
+        group_src: the source's group rank.
 
     Raises:
-        PicklingError: an object cannot be pickled, on all members. KindError: no list.
-        ArgumentError: an empty output list; not one object per member.
-        BackendError: what the source sent cannot be unpickled here.
+        As ``broadcast_object_list``. ArgumentError: an empty output list, or not one object per
+            rank.
 
     Example:
         >>> import meshdist as md
@@ -228,20 +222,26 @@ def scatter_object_list(
     root = rounds.root = get_root(rounds.group, src, group_src, name, "src")
     rounds.check_list(scatter_object_output_list, "scatter_object_output_list")
     check_is_list(scatter_object_output_list, "scatter_object_output_list", name, is_written=True)
-    parcels = []
+    pickled_objects = []
     if rounds.is_root:
         objects = rounds.check_list(scatter_object_input_list, argument, size, role="source")
-        parcels = [Parcel({entry: x}) for entry, x in entries(argument, objects).items()]
-    data = torch.cat([parcel.data for parcel in parcels]) if parcels else rounds.empty(0)
-    sizes = rounds.broadcast_sizes(parcels)
+        pickled_objects = [
+            PickledObject({entry: x}) for entry, x in entries(argument, objects).items()
+        ]
+    data = (
+        torch.cat([pickled.data for pickled in pickled_objects])
+        if pickled_objects
+        else rounds.empty(0)
+    )
+    sizes = rounds.broadcast_sizes(pickled_objects)
     taken = [0] * size
     taken[root] = sizes[rounds.group.rank()]
-    arrived = rounds.exchange(data, sizes if parcels else [0] * size, taken)[root]
+    arrived = rounds.exchange(data, sizes if pickled_objects else [0] * size, taken)[root]
     scatter_object_output_list[0] = rounds.unpack(arrived, root)[0]
 
 
 @untransformed
-@verb()
+@collective()
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
@@ -250,20 +250,20 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send objects to one member, which calls ``recv_object_list`` with a list of this length.
+    """Send objects to a rank that calls ``recv_object_list`` with a list of the same length.
 
     Args:
-        object_list: what is sent.
+        object_list: the objects to send.
         dst: the receiver's global rank; or
-        group: whose members may be named.
-        device: through which the bytes travel; equal in type on both sides.
-        group_dst: the receiver's rank in the group. One of the two is required.
-        use_batch: send as ``batch_isend_irecv`` does; equal on both sides.
+        group: as in ``all_reduce``.
+        device: the device of the bytes; the same type on both sides.
+        group_dst: the receiver's group rank; pass either.
+        use_batch: send like ``batch_isend_irecv``; the same on both sides.
 
     Raises:
-        AgreementError: the receiver's list has another length; on both sides.
-        PicklingError: an object cannot be pickled, on both sides. KindError: no list.
-        ArgumentError: the receiver is this rank; none or two receivers are named.
+        MismatchError: the receiver's list has another length; on both sides.
+        PicklingError: an object cannot be pickled; on both sides. KindError: not a list.
+        ArgumentError: the receiver is this rank; no receiver, or both ``dst`` and ``group_dst``.
 
     Example:
         >>> import meshdist as md
@@ -283,20 +283,20 @@ def send_object_list(
     check_is_list(object_list, "object_list", name, is_written=False)
     line = _Conversation(name, target, device, use_batch)
     num_sent = len(object_list)
-    parcel = Parcel(entries("object_list", object_list))
-    line.move(line.numbers(_MARK, num_sent, parcel.signed_size), peer, is_send=True)
+    pickled = PickledObject(entries("object_list", object_list))
+    line.move(line.numbers(_MARK, num_sent, pickled.signed_size), peer, is_send=True)
     answer = line.numbers(0)
     line.move(answer, peer, is_send=False, tag=ANSWER_TAG)
     num_taken = int(answer.view(torch.int64))
-    if parcel.error is not None or num_taken == num_sent:
-        line.move(parcel.data.to(line.device), peer, is_send=True)
-    if parcel.error is not None:
-        raise_unpicklable([(target.world.rank, parcel.data)], name, parcel.error)
+    if pickled.error is not None or num_taken == num_sent:
+        line.move(pickled.data.to(line.device), peer, is_send=True)
+    if pickled.error is not None:
+        raise_unpicklable([(target.world.rank, pickled.data)], name, pickled.error)
     _check_same_length(num_sent, target.world.rank, num_taken, target.ranks[peer], target)
 
 
 @untransformed
-@verb()
+@collective()
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -305,21 +305,18 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receive objects from one member, or from any; return the sender's global rank.
+    """Receive objects from one rank, or from any; return the global rank of the sender.
 
     Args:
-        object_list: a list as long as the sender's, whose entries are replaced.
+        object_list: a list as long as the sender's; its entries are replaced.
         src: the sender's global rank; or
-        group: whose members may be named.
-        device: through which the bytes travel; equal in type on both sides.
-        group_src: the sender's rank in the group; neither means any member.
-        use_batch: receive as ``batch_isend_irecv`` does; equal on both sides.
+        group: as in ``all_reduce``.
+        device, use_batch: as in ``send_object_list``.
+        group_src: the sender's group rank. Omit both to receive from any rank.
 
     Raises:
-        AgreementError: the sender's list has another length; on both sides.
-        PicklingError: an object cannot be pickled, on both sides. KindError: no list.
-        ArgumentError: the sender is this rank, or two senders are named.
-        BackendError: what the sender sent cannot be unpickled here, or is no list of objects.
+        As ``send_object_list``, for the sender.
+        BackendError: an object cannot be unpickled, or the message has no list of objects.
     """
     name = "recv_object_list"
     target = resolve_group(group)
@@ -329,14 +326,14 @@ def recv_object_list(
     num_taken = len(object_list)
     line = _Conversation(name, target, device, use_batch)
     numbers = line.numbers(0, 0, 0)
-    source = line.move(numbers, peer, is_send=False).operation.source()
+    source = line.move(numbers, peer, is_send=False).request.source()
     mark, num_sent, signed_size = numbers.view(torch.int64).tolist()
     sender = target.ranks[source]
     if mark != _MARK:
         raise BackendError(
-            f"recv_object_list received what is no list of objects from rank {sender}",
+            f"recv_object_list received a message that is not a list of objects from rank {sender}",
             where=f"rank {target.world.rank}, {target.name}",
-            fix=f"let rank {sender} call send_object_list",
+            fix=f"call send_object_list on rank {sender}",
         )
     line.move(line.numbers(num_taken), source, is_send=True, tag=ANSWER_TAG)
     if signed_size >= 0:
@@ -350,39 +347,38 @@ def recv_object_list(
 
 
 class _Conversation:
-    """The messages between two members that make up one call."""
+    """The messages of a call between two ranks."""
 
-    def __init__(self, verb: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:
-        self.verb = verb
+    def __init__(self, operation: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:
+        self.operation = operation
         self.target = target
         self.use_batch = use_batch
-        self.device = find_device(target, device, verb)
+        self.device = find_device(target, device, operation)
 
     def numbers(self, *values: int) -> torch.Tensor:
         """Return a tensor of ``values`` to send, or to receive into."""
-        # In a dtype that programs hardly send: a wire gives a message to any receive of its dtype
-        # and size.
+        # Use a dtype that programs rarely send: backends match a message with any receive of its
+        # dtype and size.
         return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
 
     def move(
         self, tensor: torch.Tensor, peer: int | None, *, is_send: bool, tag: int = 0
-    ) -> PreparedCall:
+    ) -> OperationArgs:
         """Send ``tensor`` to ``peer``, or receive into it, and wait; return the message."""
-        message = prepare_message(self.verb, self.target, peer, tensor, is_send=is_send)
-        message.tag = tag  # unchecked: no program may name an answer's
-        channel = open_channel(self.target, message)
+        message = prepare_message(self.operation, self.target, peer, tensor, is_send=is_send)
+        message.tag = tag  # not checked: the tag of an answer is reserved
+        device_group = open_device_group(self.target, message)
         if self.use_batch:
-            channel.start_together([message])
-            channel.finish(message)
+            device_group.start_together([message])
+            device_group.finish(message)
         else:
-            channel.run(message)
+            device_group.run(message)
         return message
 
 
 def _check_same_length(
     num_sent: int, sender: int, num_taken: int, receiver: int, target: ProcessGroup
 ) -> None:
-    """Raise the same error on both sides of a message where their lists differ in length."""
     if num_sent != num_taken:
-        found = f"rank {sender} sends {num_sent} entries\nrank {receiver} takes {num_taken}"
+        found = f"rank {sender} sends {num_sent} entries\nrank {receiver} receives {num_taken}"
         raise other_length("send_object_list", target, found)

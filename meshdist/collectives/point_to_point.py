@@ -1,8 +1,7 @@
-"""torch's point-to-point verbs, singly and in batches, on a group or mesh axes.
+"""Run torch's point-to-point operations, singly and in batches.
 
-Peers are named by global rank (``dst``, ``src``), also in a group, or by their place in the group
-(``group_dst``, ``group_src``). Between two ranks messages with one tag arrive in the order sent.
-None of these verbs has a gradient.
+Pass a peer as a global rank (``dst``, ``src``) or a group rank (``group_dst``, ``group_src``).
+Messages between two ranks with the same tag arrive in order. No operation here has a gradient.
 """
 
 from __future__ import annotations
@@ -11,25 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..arrays import as_tensor, shape_text
+from ..backends.operation_args import LARGEST_TAG, OperationArgs
+from ..backends.work import Work
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, LengthError
-from ..groups.channel import Channel
+from ..groups.device_group import DeviceGroup
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..wires.prepared import LARGEST_TAG, PreparedCall
-from ..wires.work import Work
-from .collective import VerbCall
-from .marks import verb
-from .roots import find_peer, get_peer
+from .argument_checks import find_peer, get_peer
+from .collective import OperationCall
+from .registration import collective
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
 ANSWER_TAG = LARGEST_TAG + 1
-"""The tag of a receiver's answer to a sender, which no program's message has."""
+"""The tag of a receiver's answer to a sender; reserved."""
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -37,18 +36,19 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send ``tensor`` to one member; it may be written again when this returns.
+    """Send ``tensor`` to one rank; you may write to it again when this returns.
 
     Args:
-        tensor: any shape and dtype.
+        tensor: an array of any shape and dtype.
         dst: the receiver's global rank; or
-        group_dst: its rank in the group. One of the two is required.
-        group: whose members may be named.
-        tag: matches sends to receives; NCCL has none.
+        group_dst: its group rank; pass either.
+        group: as in ``all_reduce``.
+        tag: must match on both sides; NCCL supports only 0.
 
     Raises:
-        ArgumentError: the receiver is this rank (use isend), none or two receivers are named.
-        NotInGroupError: the receiver is no member.
+        ArgumentError: the receiver is this rank (use isend); no receiver, or both ``dst`` and
+            ``group_dst``.
+        NotInGroupError: the receiver is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -65,10 +65,10 @@ def send(
     peer = get_peer(group, dst, group_dst, "send", "dst")
     check_not_me(group, peer, "send", "isend")
     message = prepare_message("send", group, peer, tensor, tag, is_send=True)
-    open_channel(group, message).run(message)
+    open_device_group(group, message).run(message)
 
 
-@verb(has_fast_path=True, missing=(None,))
+@collective(has_fast_path=True, missing=(None,))
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -76,27 +76,27 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive into ``tensor`` from one member, or from any; return the sender's global rank.
+    """Receive into ``tensor`` from one rank, or from any; return the global rank of the sender.
 
     Args:
-        tensor: the sent tensor's number of elements and dtype. Written in place.
+        tensor: an array with the sender's dtype and element count. Written in place.
         src: the sender's global rank; or
-        group_src: its rank in the group; neither means any member.
+        group_src: its group rank. Omit both to receive from any rank.
         group, tag: as in ``send``.
 
     Raises:
-        ArgumentError: the sender is this rank (use irecv), or two senders are named.
-        NotInGroupError: the sender is no member.
+        ArgumentError: the sender is this rank (use irecv), or both ``src`` and ``group_src``.
+        NotInGroupError: the sender is not in the group.
     """
     group = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(group, src, group_src, "recv", "src")
     check_not_me(group, peer, "recv", "irecv")
     message = prepare_message("recv", group, peer, tensor, tag, is_send=False)
-    open_channel(group, message).run(message)
-    return group.ranks[message.operation.source()]
+    open_device_group(group, message).run(message)
+    return group.ranks[message.request.source()]
 
 
-@verb()
+@collective()
 def isend(
     tensor: Any,
     dst: int | None = None,
@@ -104,22 +104,21 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
-    """Start sending ``tensor``; leave it alone until the Work is waited for.
+    """Start sending ``tensor``; do not write to it until ``wait()`` of the Work returns.
 
     Args:
-        tensor, dst, group, tag, group_dst: as in ``send``; sending to oneself is legal.
+        tensor, dst, group, tag, group_dst: as in ``send``; a rank can send to itself.
 
     Raises:
-        ArgumentError: none or two receivers are named.
-        NotInGroupError: the receiver is no member.
+        As ``send``.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
     message = prepare_message("isend", target, peer, tensor, tag, is_send=True)
-    return open_channel(target, message).run(message, is_async=True)  # type: ignore[return-value]
+    return open_device_group(target, message).run(message, is_async=True)  # type: ignore[return-value]
 
 
-@verb()
+@collective()
 def irecv(
     tensor: Any,
     src: int | None = None,
@@ -127,45 +126,44 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Start receiving into ``tensor``; leave it alone until the Work is waited for.
+    """Start receiving into ``tensor``; do not use it until ``wait()`` of the Work returns.
 
     Args:
-        tensor, src, group, tag, group_src: as in ``recv``; receiving from oneself is legal.
+        tensor, src, group, tag, group_src: as in ``recv``; a rank can receive from itself.
 
     Returns:
-        A Work, whose ``source_rank()`` is the sender's group rank.
+        A Work; its ``source_rank()`` is the sender's rank in the group.
 
     Raises:
-        ArgumentError: two senders are named.
-        NotInGroupError: the sender is no member.
+        As ``recv``.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
     message = prepare_message("irecv", target, peer, tensor, tag, is_send=False)
-    return open_channel(target, message).run(message, is_async=True)  # type: ignore[return-value]
+    return open_device_group(target, message).run(message, is_async=True)  # type: ignore[return-value]
 
 
 @dataclass(eq=False, repr=False)
 class P2POp:
-    """One send or receive of a list for ``batch_isend_irecv``; it starts nothing.
+    """One send or receive for ``batch_isend_irecv``; creating it starts nothing.
 
     Args:
-        op: ``isend`` or ``irecv``, of this package.
-        tensor: what is sent, or written.
+        op: ``isend`` or ``irecv`` of this package.
+        tensor: the array to send, or to write.
         peer: the other side's global rank; or
-        group: whose members may be named.
-        tag: matches sends to receives; NCCL has none.
-        group_peer: the other side's rank in the group. One of the two is required.
+        group: as in ``all_reduce``.
+        tag: must match on both sides; NCCL supports only 0.
+        group_peer: its group rank; pass either.
 
     Attributes:
-        op, tensor, tag: as given.
+        op, tensor, tag: as passed.
         group: the ProcessGroup.
-        peer, group_peer: the other side, both ways.
+        peer, group_peer: the other side's global and group rank.
 
     Raises:
-        ArgumentError: another function; none or two peers.
-        KindError: no array.
-        NotInGroupError: the peer or this rank is no member.
+        ArgumentError: another function; no peer, or both ``peer`` and ``group_peer``.
+        KindError: ``tensor`` is not an array.
+        NotInGroupError: the peer or this rank is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -187,11 +185,12 @@ class P2POp:
         op = self.op
         if op is not isend and op is not irecv:
             raise ArgumentError(
-                "P2POp takes isend or irecv alone",
+                "P2POp accepts only isend or irecv",
                 expected="meshdist.distributed.isend or meshdist.distributed.irecv",
                 found=f"{getattr(op, '__module__', '?')}.{getattr(op, '__qualname__', repr(op))}",
+                fix="pass dist.isend or dist.irecv as op",
             )
-        as_tensor(self.tensor, argument="tensor", verb="P2POp", writable=op is irecv)
+        as_tensor(self.tensor, argument="tensor", operation="P2POp", writable=op is irecv)
         self.group = resolve_group(self.group)
         self.group_peer = get_peer(self.group, self.peer, self.group_peer, "P2POp", "peer")
         self.peer = self.group.ranks[self.group_peer]
@@ -199,29 +198,29 @@ class P2POp:
     def __repr__(self) -> str:
         ends = (self.group.rank(), self.group_peer)
         source, target = ends if self.op is isend else ends[::-1]
-        data = as_tensor(self.tensor, argument="tensor", verb="P2POp", writable=False)
+        data = as_tensor(self.tensor, argument="tensor", operation="P2POp", writable=False)
         return (
             f"P2POp({self.op.__name__}, {shape_text(data.shape)} {dtype_name(data.dtype)}, "
             f"group_src={source}, group_dst={target}, group={self.group.name}, tag={self.tag})"
         )
 
 
-@verb()
+@collective()
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Start all of a list's sends and receives; leave their tensors alone until waited for.
+    """Start a list of sends and receives together; do not use their tensors until ``wait()``.
 
-    In which order sends stand to receives, or messages of one pair of ranks to those of another,
-    does not matter. Messages from one rank to another under one tag arrive in the list's order.
+    Messages between the same ranks with the same tag arrive in list order; order does not matter
+    otherwise.
 
     Args:
-        p2p_op_list: the operations, of one group and on devices that one wire serves.
+        p2p_op_list: the operations, of one group and one backend.
 
     Returns:
-        A Work for each operation, in the list's order.
+        A Work per operation, in order.
 
     Raises:
-        ArgumentError: no list of P2POp, an empty list, two groups or two wires.
-        AgreementError: a counterpart has another dtype or number of elements.
+        ArgumentError: not a list of P2POp, an empty list, two groups or two backends.
+        MismatchError: the other side has another dtype or element count.
 
     Example:
         >>> import meshdist as md, torch
@@ -245,31 +244,37 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         name, is_send = p2p_op.op.__name__, p2p_op.op is isend
         given = name, target, p2p_op.group_peer, p2p_op.tensor, p2p_op.tag
         messages.append(prepare_message(*given, is_send=is_send))
-    wires = {target.wire_name(message.noted.device.type): message for message in messages}
-    if len(wires) > 1:
+    backends = {target.backend_name(message.noted.device.type): message for message in messages}
+    if len(backends) > 1:
         raise ArgumentError(
-            "batch_isend_irecv has tensors that travel over different wires",
+            "batch_isend_irecv cannot send tensors over different backends",
             where=target.name,
-            found=", ".join(f"{x.noted.device.type} over {name}" for name, x in wires.items()),
-            fix="make one batch for each device type",
+            found=", ".join(f"{x.noted.device.type} over {name}" for name, x in backends.items()),
+            fix="call batch_isend_irecv once for each device type",
         )
-    channel = open_channel(target, messages[0])
-    channel.start_together(messages)
-    return [channel.work(message) for message in messages]
+    device_group = open_device_group(target, messages[0])
+    device_group.start_together(messages)
+    return [device_group.work(message) for message in messages]
 
 
 def prepare_message(
-    verb: str, target: ProcessGroup, peer: int | None, tensor: Any, tag: int = 0, *, is_send: bool
-) -> PreparedCall:
-    """Return a send or receive with checked arguments, ready to run on a channel.
+    operation: str,
+    target: ProcessGroup,
+    peer: int | None,
+    tensor: Any,
+    tag: int = 0,
+    *,
+    is_send: bool,
+) -> OperationArgs:
+    """Return a checked send or receive, ready to run on a device group.
 
     Args:
-        peer: the other side's place in the group; None receives from any.
+        peer: the group rank of the other side; None receives from any rank.
     """
-    message = VerbCall(verb, target, peer)
+    message = OperationCall(operation, target, peer)
     buffer = message.noted = message.take(tensor, "tensor", writes=not is_send)
     if tag.__class__ is not int or tag:  # a plain 0 is the common case
-        tag = _get_tag(tag, verb, target.wire_name(buffer.device.type))
+        tag = _get_tag(tag, operation, target.backend_name(buffer.device.type))
     message.tag, message.is_message = tag, True
     if is_send:
         message.way, message.inputs, message.result = "send", [buffer], [tensor]
@@ -278,53 +283,53 @@ def prepare_message(
     return message
 
 
-def open_channel(target: ProcessGroup, message: PreparedCall) -> Channel:
-    """Return the group's channel for the device of the message, opened if it is not yet."""
+def open_device_group(target: ProcessGroup, message: OperationArgs) -> DeviceGroup:
+    """Return the device group for the message's device, opened if necessary."""
     tensor = message.noted
-    return target.open_channel("cpu" if tensor.is_cpu else tensor.device.type)
+    return target.open_device_group("cpu" if tensor.is_cpu else tensor.device.type)
 
 
-def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str = "") -> None:
-    """Raise if ``peer`` is this rank; the error recommends the verb ``other``."""
+def check_not_me(target: ProcessGroup, peer: int | None, operation: str, other: str = "") -> None:
     if peer == target.rank():
         raise ArgumentError(
-            f"{verb} between a rank and itself would wait for ever",
+            f"{operation} between a rank and itself would never return",
             where=f"rank {target.world.rank}, {target.name}",
-            fix=f"use {other}, which is legal between a rank and itself" if other else None,
+            fix=f"use {other}, which a rank can call with itself" if other else "pass another rank",
         )
 
 
-def _get_tag(given: object, verb: str, wire_name: str) -> int:
-    tag = get_whole_number(given, f"{verb}: tag", 0, LARGEST_TAG)
-    if tag != 0 and wire_name == "nccl":
+def _get_tag(given: object, operation: str, backend_name: str) -> int:
+    tag = get_integer(given, f"{operation}: tag", 0, LARGEST_TAG)
+    if tag != 0 and backend_name == "nccl":
         raise ArgumentError(
-            f"tag={tag} on NCCL, which has no tags",
+            f"{operation} cannot use tag={tag} because NCCL has no tags",
             expected="tag=0",
-            fix="leave the tag out, and rely on the order of messages",
+            fix="omit the tag, and send and receive in the same order on both ranks",
         )
     return tag
 
 
 def _group_of(operations: Any) -> ProcessGroup:
-    """Return the group of a list of P2POps; raise for any other list, or several groups."""
+    """Return the common group of a list of P2POps; or raise."""
     is_list = isinstance(operations, (list, tuple))
     if not is_list or not operations:
         raise LengthError(
-            "batch_isend_irecv takes a list of at least one P2POp",
+            "batch_isend_irecv needs a list of at least one P2POp",
             found="an empty list" if is_list else type(operations).__name__,
+            fix="pass for example [P2POp(isend, x, 1)], or skip the call if there is no message",
         )
     first = operations[0]
     for place, operation in enumerate(operations):
         if not isinstance(operation, P2POp):
             raise ArgumentError(
-                "batch_isend_irecv takes a list of P2POp alone",
-                found=f"{type(operation).__name__} at place {place}",
-                fix="make each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
+                "batch_isend_irecv accepts only a list of P2POp",
+                found=f"{type(operation).__name__} at index {place}",
+                fix="create each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
             )
         if operation.group is not first.group:
             raise ArgumentError(
-                "batch_isend_irecv has operations of different groups",
+                "batch_isend_irecv cannot use operations of different groups",
                 found=f"{first.group.name} and {operation.group.name}",
-                fix="make one batch for each group",
+                fix="call batch_isend_irecv once for each group",
             )
     return first.group  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Tensors in memory that the members of a group share: verbs on them copy less."""
+"""Allocate tensors in memory shared by a group, so that collectives copy less."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from ..checking.program import never_nested
+from ..backends.native_core import core
+from ..backends.operation_args import OperationArgs
+from ..backends.requests import BackendUnsupported
+from ..checking.call_sites import never_nested
 from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp
-from ..wires.core import core
-from ..wires.operations import WireRefused
-from ..wires.prepared import PreparedCall
+from .tensor_collectives import all_reduce
 from .torch_private import untransformed
-from .verbs import all_reduce
 
 __all__ = ["shared_empty"]
 
@@ -26,27 +26,25 @@ __all__ = ["shared_empty"]
 def shared_empty(
     shape: int | Sequence[int], dtype: torch.dtype | None = None, group: GroupLike = None
 ) -> torch.Tensor:
-    """Return a tensor of this rank's own, uninitialised, in memory that the whole group maps.
+    """Return an uninitialized tensor in memory that every rank of the group maps; collective.
 
-    Collective over the group. Verbs of the group on such tensors, of every member at once, skip
-    the copies that ordinary tensors need; to all else it is an ordinary CPU tensor. Where the
-    group's wire shares no memory its memory is ordinary, too, so that a program runs unchanged.
+    If every rank passes such a tensor to a collective of the group, the collective skips copies. It
+    behaves like any CPU tensor, and uses ordinary memory if the backend does not share memory.
 
     Args:
-        shape: of the tensor, equal on all members.
-        dtype: any, equal on all members; None is torch's default.
-        group: whose members share it: a ProcessGroup, a mesh, or None for the world.
+        shape: the same on every rank.
+        dtype: the same on every rank; None uses torch's default.
+        group: a ProcessGroup, a mesh, or None for the world.
 
     Returns:
-        A contiguous CPU tensor. Its memory lives as long as any member has a tensor on it, also
-        when the group is closed before: that ends communication alone.
+        A contiguous CPU tensor, valid while any rank uses its memory, also after the group is
+        closed.
 
-    Cost: one handshake of the members, by the store; memory for all of their tensors is reserved at
-    once.
+    Cost: one store handshake; memory for all ranks' tensors is reserved immediately.
 
     Raises:
-        KindError, ArgumentError: no shape or dtype. AgreementError: they differ between members.
-        BackendError: there is not enough memory, and the group stays usable; or the store is lost.
+        KindError, ArgumentError: a wrong shape or dtype. MismatchError: they differ between ranks.
+        BackendError: not enough memory (the group stays usable), or a lost store.
 
     Example:
         >>> import meshdist as md
@@ -61,62 +59,67 @@ def shared_empty(
     target = resolve_group(group)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
-        raise KindError(f"{dtype!r} is no dtype", fix="for example dtype=torch.float32")
+        raise KindError(
+            f"shared_empty: {dtype!r} is not a dtype", fix="pass for example dtype=torch.float32"
+        )
     try:
         like = torch.empty(shape, dtype=dtype, device="meta")
     except (TypeError, RuntimeError) as error:
         raise ArgumentError(
-            f"{shape!r} is no shape", found=first_line(error), fix="for example (2, 3)"
+            f"shared_empty: {shape!r} is not a shape",
+            found=first_line(error),
+            fix="pass for example (2, 3)",
         ) from None
-    channel = target.open_channel("cpu")
+    device_group = target.open_device_group("cpu")
     count = torch.tensor([like.nbytes], device="cpu")
     counts = torch.empty(target.size(), dtype=torch.int64, device="cpu")
-    # The places in memory follow from the sizes, which must be equal first.
-    prepared = PreparedCall("shared_empty", "all_gather", [count], [counts], like)
+    # The addresses follow from the sizes, so the sizes must be equal first.
+    prepared = OperationArgs("shared_empty", "all_gather", [count], [counts], like)
     prepared.shows_all = False
-    channel.run(prepared)
+    device_group.run(prepared)
     if bool((counts != count).any()):
-        raise channel.disagree(channel.recorder.sequence)
+        raise device_group.disagree(device_group.recorder.sequence)
     try:
-        memory = channel.communicator.shared_bytes(like.nbytes, channel.timeout)
-    except WireRefused as refusal:  # on all members, and nothing is left of it
+        memory = device_group.communicator.shared_bytes(like.nbytes, device_group.timeout)
+    except BackendUnsupported as refusal:  # on every rank, which have freed the memory
         raise BackendError(
-            f"shared_empty on {target.name}: memory cannot be shared",
+            f"shared_empty on {target.name} cannot allocate shared memory",
             where=f"rank {target.world.rank}",
             found=str(refusal),
-            fix="ask for less, or use torch.empty: verbs take such tensors, too",
+            fix="request less, or use torch.empty: collectives accept ordinary tensors too",
         ) from None
     except BaseException as error:
-        raise channel.explained(error) from None
+        raise device_group.explained(error) from None
     return memory.view(dtype).view(like.shape)
 
 
 def flat_memory(
     count: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup
 ) -> torch.Tensor:
-    """Return new memory for ``count`` numbers; on a CPU the group shares it, collectively."""
-    # Where the wire shares no memory, or a member's store is lost, it is ordinary on all members.
+    """Return memory for ``count`` numbers, shared by the group on a CPU; collective."""
+    # If the backend does not share memory, or a rank has lost the store, all ranks use ordinary
+    # memory.
     if device.type != "cpu":
         return torch.empty(count, dtype=dtype, device=device)
     try:
         memory = shared_empty(count, dtype, group)
-        is_refused = torch.tensor([0], dtype=torch.uint8, device=device)
+        is_rejected = torch.tensor([0], dtype=torch.uint8, device=device)
     except BackendError:
         memory = torch.empty(0, dtype=dtype, device=device)
-        is_refused = torch.tensor([1], dtype=torch.uint8, device=device)
-    # A wire refuses on all members alike, but the store may be lost on one alone. On memory that
-    # only some members share, verbs would copy on all.
-    all_reduce(is_refused, ReduceOp.MAX, group)
-    return torch.empty(count, dtype=dtype, device=device) if is_refused.item() else memory
+        is_rejected = torch.tensor([1], dtype=torch.uint8, device=device)
+    # A backend raises on every rank, but a single rank may lose the store. If only some ranks
+    # shared memory, collectives would copy on every rank.
+    all_reduce(is_rejected, ReduceOp.MAX, group)
+    return torch.empty(count, dtype=dtype, device=device) if is_rejected.item() else memory
 
 
 def copy_past_caches(
     target: torch.Tensor, source: torch.Tensor, scale: float | None = None
 ) -> None:
     """Copy ``source``, times ``scale`` if any, to dense memory of its shape, past the caches."""
-    # A plain copy reads each line of the target before it writes it, and keeps it in the caches,
-    # which it leaves again before it is sent. The other copy takes half the time. It serves tensors
-    # on a CPU that lie alike; any other tensor is copied plainly.
+    # A plain copy reads each cache line of the target before it writes it, although the data leave
+    # the caches again before they are sent. A copy past the caches takes half the time. It needs
+    # CPU tensors with the same strides; other tensors are copied plainly.
     lie_alike = (
         type(source) is torch.Tensor
         and source.device.type == "cpu"

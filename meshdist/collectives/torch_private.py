@@ -1,4 +1,4 @@
-"""The private names of torch that verbs and typed contexts use; a test says that torch has them."""
+"""List private names of torch that meshdist uses; a test checks that torch has them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.utils import _foreach_utils, _python_dispatch
 
-from ..checking.program import end_here, one_frame
+from ..checking.call_sites import end_here, one_frame
 from ..errors import MeshdistError
-from ..runtime.untraced import untraced
-from .marks import watchers
+from ..runtime.graph_breaks import untraced
+from .registration import watchers
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -30,52 +30,52 @@ outside_transforms = _C._DisableFuncTorch
 """A context in which new tensors are plain, also inside a transform of torch.func."""
 
 current_task = _C._current_graph_task_id
-"""The function that gives the number of the backward that this thread runs, or -1."""
+"""Returns the number of this thread's current backward, or -1."""
 
 keeps_graph = _C._autograd._get_current_graph_task_keep_graph
-"""The function that says whether the backward that this thread runs keeps its graph."""
+"""Returns whether this thread's current backward keeps its graph."""
 
 is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 """Whether a transform of torch.func has wrapped a tensor."""
 
 unwrapped = _C._functorch.get_unwrapped
-"""The function that gives the tensor in such a wrapper."""
+"""Returns the tensor in such a wrapper."""
 
 HiddenFromModes = _C.DisableTorchFunction
-"""A context in which no mode sees what torch is asked to do."""
+"""A context that hides calls from torch function modes."""
 
 is_mode_enabled = _C._is_torch_function_mode_enabled
-"""Whether there is a mode that sees what torch is asked to do."""
+"""Whether a torch function mode is active."""
 
 num_modes = _C._len_torch_function_stack
-"""How many such modes this thread is inside."""
+"""Returns the number of this thread's active torch function modes."""
 
 mode_at = _C._get_function_stack_at
-"""The function that gives such a mode by its number, the outermost first."""
+"""Returns an active torch function mode by its index, the outermost first."""
 
 num_dispatch_modes = _C._len_torch_dispatch_stack
-"""How many modes that see the dispatched operators this thread is inside."""
+"""Returns the number of this thread's active torch dispatch modes."""
 
 without_dispatch_modes = _python_dispatch._disable_current_modes
-"""A context outside of these modes."""
+"""A context without torch dispatch modes."""
 
 SingleLevelFunction = function_module._SingleLevelFunction
-"""The class of torch whose ``apply`` that of every custom Function looks up at each call."""
+"""The torch class with the ``apply`` that every custom Function's ``apply`` looks up."""
 
 has_foreach_support = _foreach_utils._has_foreach_support
-"""The function that says whether a device has kernels that take many of such tensors."""
+"""Returns whether a device has kernels for lists of such tensors."""
 
 OverloadPacket = _ops.OpOverloadPacket
 """The class of the functions of ``torch.ops``, each with its overloads."""
 
 bare_apply = _C._FunctionBase.__dict__["apply"]
-"""The method of torch's core that runs a custom Function."""
+"""torch's native method that runs a custom Function."""
 
 is_apply_bare = vars(Function)["apply"] is bare_apply
-"""Whether that is what programs call (2.15), or what the ``apply`` that they call looks up."""
+"""Whether programs call ``bare_apply`` directly (2.15); else ``Function.apply`` looks it up."""
 
 FunctionMeta = function_module.FunctionMeta
-"""The class of all custom Functions, of which torch's core asks their parts."""
+"""The metaclass of custom Functions, whose attributes torch's core reads."""
 _unwrapped_if_dead = _C._functorch.unwrap_if_dead
 
 
@@ -86,24 +86,24 @@ def call_function(function: type[Function], x: torch.Tensor, *rest: Any) -> torc
     if are_transforms_active():
         result = function.apply(x, *rest)
     else:
-        # ``apply`` binds the arguments to the signature of ``forward``, for its defaults, of which
-        # our Functions have none.
+        # ``apply`` binds arguments to the signature of ``forward`` to fill in defaults. The
+        # Functions of meshdist have none.
         result = bare_apply(function, _unwrapped_if_dead(x), *rest)
     return result
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors, arrays and storage objects share the memory of ``tensor``."""
+    """Return how many tensors, arrays and storages share the memory of ``tensor``."""
     return _raw_uses(tensor) - _RAW_USES_OF_ONE + 1
 
 
 def _raw_uses(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()  # one Python object, however often it is asked for
+    storage = tensor.untyped_storage()  # the same Python object at each call
     return int(_C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 tensor_uses: Callable[[torch.Tensor], int] = _C.TensorBase._use_count  # type: ignore[attr-defined]
-"""Return by how many a tensor is held outside of Python, Python itself counted as one."""
+"""Returns the number of owners of a tensor; Python counts once."""
 
 _RAW_USES_OF_ONE = _raw_uses(torch.empty(0, device="cpu"))
 
@@ -114,7 +114,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def hidden_from_modes(function: _F) -> _F:
-    """Return ``function`` wrapped so that no dispatch mode of torch sees its calls."""
+    """Return ``function`` wrapped so that no torch mode sees its calls."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients of several backwards, summed over an axis once: ``md.accumulate_gradients``."""
+"""Reduce the accumulated gradients of several backwards once: ``md.accumulate_gradients``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..annotations.axis_types import (
     with_kinds,
 )
 from ..collectives.flat_sums import assign_buckets, items_of, reduce_together, sparse_psum
+from ..collectives.tensor_collectives import all_reduce
 from ..collectives.torch_private import hidden_from_modes
-from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, AxisTypeError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..lax.axes import AxisName, get_axes
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
-from ..runtime.untraced import untraced
-from ..typed_contexts.casting import BUCKET_BYTES
-from ..typed_contexts.refusals import tensor_text, where
+from ..runtime.graph_breaks import untraced
+from ..typed_mode.casts import BUCKET_BYTES
+from ..typed_mode.type_errors import tensor_text, where
 from .gradient_hooks import find_reducing_world
 
 __all__ = ["accumulate_gradients"]
 
-# Codes of gradients, in the round before the sums: 0 for none, else the number of sparse dims.
+# Codes of gradients, exchanged before the sums: 0 for none, else the number of sparse dims.
 _DENSE = 255
 
 
@@ -41,33 +41,31 @@ def accumulate_gradients(
     *,
     mesh: DeviceMesh | None = None,
 ) -> AbstractContextManager[None]:
-    """Let backwards inside add up on each rank; at the end ``.grad`` has their sum over the axis.
+    """Accumulate gradients of several backwards locally, and sum them over the axis once.
 
-    For microbatches: one reduction for all of them, in place of one each. Inside, the parameters
-    are reduced over the axis, and their ``.grad`` begins as None and is this rank's summand, which
-    no optimizer of a typed context takes. At the end the ranks' sums are added to the gradients
-    that were there before, and the types are what they were. Each rank's loss is the mean, or the
-    sum, over all ranks: ``lax.pmean(loss, axis)``, with terms of parameters alone inside of it.
+    Use it for microbatches. Inside the context the parameters are reduced over the axis; their
+    ``.grad`` starts as None and is this rank's partial sum, which no optimizer inside ``md.typed``
+    accepts. At the end, the sum over the ranks is added to earlier gradients, and types are
+    restored. Each rank's loss, including terms of parameters alone, is the mean or the sum over all
+    ranks: ``lax.pmean(loss, axis)``.
 
-    If the body raises, nothing is sent, and gradients and types are what they were; the other ranks
-    must not go on to their end.
+    If the body raises, both are restored and nothing is sent; other ranks must not reach the end of
+    their context.
 
     Args:
-        parameters: a leaf, or several, in the same order on every rank; frozen leaves are left
-            alone.
+        parameters: leaf tensors, in the same order on every rank; frozen leaves are ignored.
         axis_name, mesh: as for ``lax.psum``.
 
     Returns:
-        A context manager; entering it sends nothing, and leaving it is collective over the axis.
-        A parameter that no rank has a gradient for keeps the ``.grad`` that it had.
+        A context manager; leaving it is collective over the axis. A parameter without a gradient on
+        any rank keeps its earlier ``.grad``.
 
-    Cost:
-        A byte a parameter, which says whether there is a gradient, and one all-reduce a bucket of
-        25 MiB. Sparse gradients travel alone.
+    Cost: one byte per parameter (whether it has a gradient), and one all-reduce per bucket of 25
+        MiB. Sparse gradients are sent separately.
 
     Raises:
-        KindError: no tensor is among the parameters.
-        ArgumentError: a parameter is no leaf, or none requires a gradient.
+        KindError: ``parameters`` has an object that is not a tensor.
+        ArgumentError: a parameter is not a leaf, or none requires a gradient.
         AxisTypeError: a parameter is not invariant over the axis, or DDP reduces it.
         AxisError, MeshError: as ``lax.psum``.
 
@@ -117,27 +115,29 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
     for leaf in found:
         if not isinstance(leaf, torch.Tensor):
             raise KindError(
-                "accumulate_gradients takes parameters",
-                expected="tensors, as model.parameters() gives them",
+                "accumulate_gradients requires parameters",
+                expected="tensors, such as those of model.parameters()",
                 found=f"a {type(leaf).__name__}" + (" among them" if has_several else ""),
+                fix="pass model.parameters()",
             )
         if not leaf.is_leaf:
             raise ArgumentError(
-                "accumulate_gradients takes leaves, whose gradients lie in .grad",
-                found=f"{tensor_text(leaf)}, made by {type(leaf.grad_fn).__name__}",
-                fix="pass the parameters that it was made of",
+                "accumulate_gradients requires leaves, which have a .grad",
+                found=f"{tensor_text(leaf)}, computed by {type(leaf.grad_fn).__name__}",
+                fix="pass the parameters that it was computed from",
             )
     leaves = [leaf for leaf in found if leaf.requires_grad]
     if not leaves:
         raise ArgumentError(
             "accumulate_gradients has no parameter that requires a gradient",
             found=f"{len(found)} tensors that require none",
+            fix="call requires_grad_() on the parameters to train, and pass them",
         )
     return leaves
 
 
 def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
-    """Raise if a leaf is not of invariant type over the axes, or if a DDP wrapper reduces it."""
+    """Raise if a leaf is not invariant over ``axes``, or reduced by a DDP wrapper."""
     for index, leaf in enumerate(leaves):
         owned = find_owner_axes(leaf)
         for axis in axes.axis_names:
@@ -146,9 +146,9 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
                 raise AxisTypeError(
                     f"accumulate_gradients over {axis!r} of a parameter that DDP reduces there",
                     where=where(axes, [axis]),
-                    expected="one owner of the gradients over an axis",
+                    expected="gradients that are reduced once over each axis",
                     found=f"parameter {index}: {tensor_text(leaf)}",
-                    fix="run all but the last microbatch in `with ddp.no_sync():`, or take the "
+                    fix="run all but the last microbatch in `with ddp.no_sync():`, or use the "
                     "module without DDP",
                 )
             if kind != "I":
@@ -156,16 +156,15 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
                     f"accumulate_gradients over {axis!r} of a parameter that is {KINDS[kind]} "
                     "there",
                     where=where(axes, [axis]),
-                    expected=f"parameters that are invariant over {axis!r}: of others each rank "
-                    "has its own gradient, or something else reduces it",
+                    expected=f"parameters that are invariant over {axis!r}",
                     found=f"parameter {index}: {tensor_text(leaf)}",
-                    fix="leave it out of the parameters",
+                    fix="do not pass this parameter",
                 )
 
 
 @hidden_from_modes
 def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor | None]:
-    """Type the leaves as reduced over ``axes``, clear ``.grad``, return the former gradients."""
+    """Annotate leaves as reduced over ``axes``, clear ``.grad``, return earlier gradients."""
     kept = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -184,20 +183,20 @@ def _put_back(leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None
 def _add_up(
     leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> None:
-    """Set ``.grad`` to the old gradient (``kept``) plus the sum of ``.grad`` over ``group``."""
+    """Set ``.grad`` to ``kept`` plus the sum of ``.grad`` over ``group``."""
     found = [leaf.grad for leaf in leaves]
     sums = _sums(leaves, found, group)
     for leaf, old, new in zip(leaves, kept, sums, strict=True):
         if old is None or new is None:
             leaf.grad = new if old is None else old
-        else:  # in the memory of dense gradients, as autograd adds
+        else:  # in place for dense gradients, as autograd does
             leaf.grad = old.add_(new) if old.layout is torch.strided else new + old
 
 
 def _sums(
     leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> list[torch.Tensor | None]:
-    """Return, for each leaf, the sum of all members' gradients, None if no member has any."""
+    """Return each leaf's sum of all ranks' gradients; None if no rank has a gradient."""
     own = [0] * len(leaves)
     for index, grad in enumerate(grads):
         if grad is not None:
@@ -228,5 +227,5 @@ def _sums(
         ]
         found = reduce_together(parts, group, likes=members)
         for index, total in zip(bucket, found, strict=True):
-            sums[index] = total.data  # whose version is its own
+            sums[index] = total.data  # with a separate version counter
     return sums

@@ -1,7 +1,7 @@
-"""Private names of torch 2.13 that tell which backward runs.
+"""Identify the running backward with private names of torch 2.13.
 
-A *graph task* is autograd's name for one run of its engine, by a backward or ``autograd.grad``. A
-re-entrant checkpoint runs a task inside of another task.
+A *graph task* is one run of autograd's engine, by a backward or ``autograd.grad``. A reentrant
+checkpoint runs a task inside another task.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.autograd import Variable, graph
 NO_TASK = -1
 
 current_task = torch._C._current_graph_task_id
-"""The number of the innermost task that runs in this thread, or ``NO_TASK``; never used twice."""
+"""The unique number of the innermost task in this thread, or ``NO_TASK``."""
 
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that this thread's next node of a graph gets; numbers increase."""
+"""The number of this thread's next graph node; numbers increase."""
 
 _run: Any = graph._engine_run_backward
 _is_in_task: Any = torch._C._will_engine_execute_node
@@ -30,13 +30,13 @@ _OF_LEAVES = (1 << 64) - 1  # the number of all nodes of leaves
 
 
 def is_made_within(numbers: Sequence[range]) -> bool:
-    """Return whether the running backward passes nodes that have one of these ``numbers``."""
+    """Return whether the running backward passes nodes with these numbers."""
     first, seen = min((each.start for each in numbers), default=_OF_LEAVES), set()
     waiting = [node for node in _find_roots() if node is not None]
     while waiting:
         node = waiting.pop()
         number = node._sequence_nr()
-        # A node is newer than those that its backward leads to.
+        # A node is newer than its next functions.
         if node in seen or number < first or number == _OF_LEAVES:
             continue
         if any(number in each for each in numbers):
@@ -47,15 +47,15 @@ def is_made_within(numbers: Sequence[range]) -> bool:
 
 
 def _find_roots() -> Iterator[Any]:
-    """Yield the nodes at which the running backward began, and those around it."""
-    # A device's thread has no frame of the call. Simulated ranks may be inside other backwards.
+    """Yield the root nodes of the running backward, and of backwards around it."""
+    # A device's thread has no frame of the call. Simulated ranks may run other backwards.
     for thread, frame in sys._current_frames().items():
         caller: Any = frame
         while caller is not None:
             roots = caller.f_locals["t_outputs"] if caller.f_code is _run.__code__ else ()
             for root in roots:
                 node = root.grad_fn if isinstance(root, torch.Tensor) else root.node
-                # Autograd does not count the first node itself.
+                # Autograd does not count the first node.
                 edges = () if node is None else node.next_functions
                 is_mine = thread == threading.get_ident()
                 if is_mine or any(_is_in_task(after) for after, _ in edges if after is not None):
@@ -64,7 +64,6 @@ def _find_roots() -> Iterator[Any]:
 
 
 def is_in_distributed_context() -> bool:
-    """Return whether this thread is in a ``torch.distributed.autograd.context()``."""
     rpc = getattr(torch._C, "_distributed_rpc", None)
     if rpc is None or not rpc._is_current_rpc_agent_set():
         return False
@@ -77,7 +76,7 @@ def is_in_distributed_context() -> bool:
 
 def at_end_of_task(callback: Callable[[], None]) -> Callable[[], bool]:
     """Call ``callback`` if the running backward succeeds; return a test whether it still runs."""
-    # The engine drops the callback with the task, also where an exception has ended it.
+    # The engine drops the callback with the task, also after an exception.
     held = partial(callback)
     Variable._execution_engine.queue_callback(held)
     found = weakref.ref(held)

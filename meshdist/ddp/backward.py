@@ -1,8 +1,7 @@
-"""One backward: its reductions are started in bucket order, and waited for in bucket order.
+"""Run one backward: start its reductions and wait for them, both in bucket order.
 
-A ``Backward`` is made at its first sign, when outputs have their gradients, and dropped once every
-rank's part is averaged: nothing of it is reset for the next backward. A backward that raised midway
-is still there afterwards; the next forward, or check, completes it with zeros.
+A ``Backward`` exists from the first gradient of outputs until all ranks' gradients are averaged. If
+it raised, it is kept; the next forward, or check, completes it with zeros.
 """
 
 from __future__ import annotations
@@ -15,40 +14,39 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from ..checking.program import end_here
+from ..checking.call_sites import end_here
 from ..error_text import without_frames
-from ..errors import AgreementError, CollectiveTimeoutError, DeadlockError, MeshdistError
+from ..errors import CollectiveTimeoutError, DeadlockError, MeshdistError, MismatchError
+from ..runtime.graph_breaks import untraced
 from ..runtime.hosts import IN_GOOD_ORDER
-from ..runtime.untraced import untraced
 from .autograd_engines import NO_TASK
+from .backward_outcome import BackwardOutcome
 from .bucket_layout import BucketLayout
-from .buckets import Filling, Pending
+from .buckets import BucketState, Pending
 from .comm_hooks.bucket import GradBucket
-from .comm_hooks.registered import RegisteredHook
-from .history import History
-from .tail import Ending
-from .verdict import Verdict
+from .comm_hooks.registered_hooks import RegisteredHook
+from .expected_gradients import ExpectedGradients
+from .status_flags import Ending
 
 
 class Phase(Enum):
-    """The state of a reducer: idle, awaiting a backward, past its end, or closed for good."""
+    """The states of a reducer."""
 
     IDLE = auto()
     AWAITED = auto()
-    """A synchronised forward has come, and its backward has not ended."""
+    """A synchronized forward has run, and its backward has not ended."""
     ENDED = auto()
     CLOSED = auto()
     """Gradients stay local."""
 
 
-class AtWork(NamedTuple):
+class ActiveRanks(NamedTuple):
     """The ranks that have data, in a join context.
 
     Args:
-        source: the member whose buffers and order of buckets the others take.
-        share: multiplies averages over all members: 1, or their number divided by ``num``.
-        num: how many members have data.
-        is_joining: whether the model is in a join context.
+        source: the group rank whose buffers and bucket order the others use.
+        share: a factor of averages over all ranks: 1, or their number divided by ``num``.
+        num: the number of ranks with data.
     """
 
     num: int
@@ -57,20 +55,20 @@ class AtWork(NamedTuple):
     is_joining: bool = False
 
 
-class Sending:
-    """State of a reducer across backwards: the hook, failures, futures, a lock."""
+class ReducerState:
+    """A reducer's state across backwards."""
 
-    def __init__(self, history: History, at_work: AtWork) -> None:
-        self.history = history  # what is expected of a backward
-        self.at_work = at_work
-        self.hook: RegisteredHook | None = None  # averages buckets in place of an all-reduce
-        self.failure: Exception | None = None  # since which the members are not in step
-        self.awaited: list[Any] = []  # futures, by the end of the next backward
-        self.lock = threading.RLock()  # a module on several devices has a thread on each
+    def __init__(self, expected_gradients: ExpectedGradients, active_ranks: ActiveRanks) -> None:
+        self.expected_gradients = expected_gradients
+        self.active_ranks = active_ranks
+        self.hook: RegisteredHook | None = None  # averages buckets instead of an all-reduce
+        self.failure: Exception | None = None  # after it, ranks are out of step
+        self.awaited: list[Any] = []  # futures to wait for at the end of the next backward
+        self.lock = threading.RLock()  # autograd uses one thread per device
 
 
-_UNCOME = DeadlockError, AgreementError, CollectiveTimeoutError
-"""Errors of a rank whose others do not come to its backward."""
+_UNCOME = DeadlockError, MismatchError, CollectiveTimeoutError
+"""Errors of a rank whose backward other ranks do not reach."""
 
 _JOIN = "if ranks have unequal numbers of batches, loop over md.uneven, or use `with ddp.join():`"
 
@@ -78,7 +76,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def adds_join_fix(method: F) -> F:
-    """Decorate a reducer's method: errors of ranks that do not call it name ``join()``."""
+    """Make a reducer's method suggest ``join()`` if other ranks do not call it."""
 
     @functools.wraps(method)
     def with_fix(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,182 +84,187 @@ def adds_join_fix(method: F) -> F:
             return method(self, *args, **kwargs)
         except MeshdistError as error:
             has_left = any(how in str(error) for how in IN_GOOD_ORDER)
-            # A communication hook's own errors are not of ranks that do not come.
-            if (isinstance(error, _UNCOME) or has_left) and self.sending.hook is None:
+            # Errors of a communication hook have other causes.
+            if (isinstance(error, _UNCOME) or has_left) and self.reducer_state.hook is None:
                 error.add_fix(_JOIN)
             __tracebackhide__ = True
             end_here(error)
             raise
 
-    # Untraced, since parts of a backward run inside a compiled step, too.
+    # Untraced, since parts of a backward also run inside a compiled step.
     return cast(F, untraced(with_fix))
 
 
 class Backward:
-    """A backward that is averaged, or zeros in place of a backward.
+    """A backward whose gradients are averaged, or zeros that replace it.
 
     Args:
-        task: the number that autograd has given it; ``NO_TASK`` where zeros stand in.
-        has_graph: whether its gradients could be differentiated again.
+        task: autograd's number of the backward; ``NO_TASK`` for zeros.
+        has_graph: whether gradients could be differentiated again.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
-        sending: Sending,
+        reducer_state: ReducerState,
         task: int = NO_TASK,
         *,
         has_graph: bool = False,
     ) -> None:
         self.layout = layout
-        self.sending = sending
+        self.reducer_state = reducer_state
         self.task = task
         self.has_graph = has_graph
-        self.fillings = [*map(Filling, layout.buckets)]  # in the order of sending
-        # How often each gradient has come.
+        self.bucket_states = [*map(BucketState, layout.buckets)]  # in the order of sending
+        # How often each gradient was computed.
         self.counts = [0] * len(layout.terms.parameters)
-        # Reductions of buckets that have gone, in order; then of the tail, if it goes alone.
+        # Reductions of sent buckets, in order; then of the status flags, if they are sent alone.
         self.works: list[Pending] = []
-        self.is_open = False  # whether a gradient has come
-        self.is_running: Callable[[], bool] = bool  # whether it has not ended, nor raised
-        self.verdict: Verdict | None = None  # until it has ended
-        self._late: list[int] = []  # parameters whose gradient came after its bucket had gone
+        self.is_open = False  # whether a gradient was computed
+        self.is_running: Callable[[], bool] = bool  # whether it has neither ended nor raised
+        self.outcome: BackwardOutcome | None = None  # None until its end
+        # Parameters whose gradient was computed after its bucket was sent.
+        self._late: list[int] = []
         self._places = layout.places
 
-    # -- gradients come ---------------------------------------------------------------------------
+    # -- gradients --------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Note that a first gradient came; raise if the backward has create_graph=True."""
+        """Record that a first gradient was computed; raise for create_graph=True."""
         if self.has_graph:
-            raise self.layout.terms.reports.with_graph()
+            raise self.layout.terms.gradient_errors.with_graph()
         self.is_open = True
 
     def arrived(self, index: int) -> None:
-        """Count gradient ``index``; send full buckets in order once the order is learned."""
+        """Count gradient ``index``; send full buckets once the order is learned."""
         if not self.is_open:
             self.open()
         count = self.counts[index] = self.counts[index] + 1
         place = self._places.get(index)
-        if place is None:  # it is never sent
+        if place is None:  # never sent
             return
         number, slot = place
-        filling = self.fillings[number]
-        if filling.streams is not None:
-            filling.streams.note()
+        bucket_state = self.bucket_states[number]
+        if bucket_state.streams is not None:
+            bucket_state.streams.note()
         if not self.layout.is_learned:
-            self.sending.history.order.append(index)
+            self.reducer_state.expected_gradients.order.append(index)
             return
-        more = count - self.sending.history.expected[index]
+        more = count - self.reducer_state.expected_gradients.expected[index]
         if more < 0:
             return
-        is_scaled = slot in filling.taken and filling.bucket.averaging.scale is not None
-        if number < len(self.works) or is_scaled:  # nothing may be added to it
+        is_scaled = slot in bucket_state.taken and bucket_state.bucket.averaging.scale is not None
+        if number < len(self.works) or is_scaled:  # too late to add to it
             self._late.append(index)
             return
-        if slot < filling.bucket.num_at_once:
-            filling.bucket.taking.take(filling, slot)
+        if slot < bucket_state.bucket.num_at_once:
+            bucket_state.bucket.copy_mode.take(bucket_state, slot)
         if more == 0:
-            filling.num_pending -= 1
-            if not filling.num_pending:
+            bucket_state.num_pending -= 1
+            if not bucket_state.num_pending:
                 self._start_full()
 
     def _start_full(self) -> None:
-        """Start the reduction of each full bucket, up to the first that is not full."""
-        with self.sending.lock, torch.no_grad():
-            for filling in self.rest():
-                if filling.bucket.is_trailing or filling.num_pending:
+        """Start the reductions of the leading full buckets."""
+        with self.reducer_state.lock, torch.no_grad():
+            for bucket_state in self.rest():
+                if bucket_state.bucket.is_deferred or bucket_state.num_pending:
                     return
-                filling.take()
-                self._start(filling)
+                bucket_state.take()
+                self._start(bucket_state)
 
     def find_came(self) -> list[bool]:
-        """Return for each parameter whether the backward, which has ended, brought its gradient."""
-        # A backward of its own may have left a gradient undefined.
+        """Return for each parameter whether this backward computed its gradient."""
+        # A custom autograd function may leave a gradient undefined.
         rows = zip(self.counts, self.layout.terms.parameters, strict=True)
         return [count > 0 and parameter.grad is not None for count, parameter in rows]
 
     def find_unexpected(self, came: Sequence[bool]) -> list[str]:
-        """Return error lines of gradients too late for their bucket, or that options exclude."""
-        history = self.sending.history
-        options, reports = self.layout.terms.options, self.layout.terms.reports
-        lines = [reports.came_late(index) for index in dict.fromkeys(self._late)]
-        if history.is_learned and options.is_static:
-            changes = history.find_changes(self.counts, came)
+        """Return error lines for gradients too late for their bucket or excluded by options."""
+        expected_gradients = self.reducer_state.expected_gradients
+        options, gradient_errors = self.layout.terms.options, self.layout.terms.gradient_errors
+        lines = [gradient_errors.came_late(index) for index in dict.fromkeys(self._late)]
+        if expected_gradients.is_learned and options.is_static:
+            changes = expected_gradients.find_changes(self.counts, came)
             lines += [
-                reports.came_unlike_first(index, *counts) for index, counts in changes.items()
+                gradient_errors.came_unlike_first(index, *counts)
+                for index, counts in changes.items()
             ]
-        elif history.is_learned and options.skips_unused:
-            lines += [reports.was_skipped(index) for index in self.layout.unsent if came[index]]
+        elif expected_gradients.is_learned and options.skips_unused:
+            lines += [
+                gradient_errors.was_skipped(index) for index in self.layout.unsent if came[index]
+            ]
         return lines
 
     # -- averages ---------------------------------------------------------------------------------
 
-    def rest(self) -> Sequence[Filling]:
-        """Return the fillings of the buckets that have not been sent."""
-        return self.fillings[len(self.works) :]
+    def rest(self) -> Sequence[BucketState]:
+        return self.bucket_states[len(self.works) :]
 
-    def reduce(self, verdict: Verdict, *, has_local_sums: bool = False) -> None:
-        """Send the remaining buckets, zeros if no gradient came, and wait for all averages.
+    def reduce(self, outcome: BackwardOutcome, *, has_local_sums: bool = False) -> None:
+        """Send the remaining buckets (zeros without gradients), and wait for all averages.
 
         Args:
-            has_local_sums: whether unaveraged backwards have added to ``.grad`` since the last.
+            has_local_sums: whether local backwards added to ``.grad`` since the last average.
         """
-        sending, layout, rest = self.sending, self.layout, self.rest()
-        for filling in rest:
-            filling.take(is_zero=not verdict.came)
+        reducer_state, layout, rest = self.reducer_state, self.layout, self.rest()
+        for bucket_state in rest:
+            bucket_state.take(is_zero=not outcome.came)
         if rest:
-            has_gradient = self._find_gradients(verdict, has_local_sums=has_local_sums)
-            layout.tail.write(verdict.ending, has_gradient)
-            for filling in rest:
-                self._start(filling)
-            if layout.tail_average is not None:
-                self.works.append(layout.tail_average(layout.tail.numbers))
+            has_gradient = self._find_gradients(outcome, has_local_sums=has_local_sums)
+            layout.status_flags.write(outcome.ending, has_gradient)
+            for bucket_state in rest:
+                self._start(bucket_state)
+            if layout.flags_average is not None:
+                self.works.append(layout.flags_average(layout.status_flags.numbers))
         try:
             for work in self.works:
                 work.wait()
         except Exception as failure:
-            sending.failure = without_frames(failure)
+            reducer_state.failure = without_frames(failure)
             raise
 
-    def _find_gradients(self, verdict: Verdict, *, has_local_sums: bool) -> list[bool] | None:
-        """Return for each parameter if this rank adds a new gradient; None if all or none came.
-
-        Args:
-            has_local_sums: whether ``.grad`` holds sums of backwards that were not averaged.
-        """
-        if verdict.ending is Ending.WHOLE or not verdict.came:
+    def _find_gradients(
+        self, outcome: BackwardOutcome, *, has_local_sums: bool
+    ) -> list[bool] | None:
+        """Return for each parameter if this rank adds a new gradient; None if all or none."""
+        if outcome.ending is Ending.WHOLE or not outcome.came:
             return None
-        has = list(verdict.came)
+        has = list(outcome.came)
         for bucket in self.layout.buckets:
             rows = zip(bucket.indices, bucket.members, bucket.views, strict=True)
             for index, member, view in rows:
-                # A gradient in its bucket that did not come is an average that all ranks have had,
-                # unless sums have been kept apart since.
+                # A gradient in its bucket that was not computed now is an earlier average, unless
+                # local sums were kept elsewhere since.
                 is_new = has[index] or has_local_sums or member.grad is not view
                 has[index] = member.grad is not None and is_new
         return has
 
-    def _start(self, filling: Filling) -> None:
-        """Start the reduction of a bucket, by a hook that serves it; add it to ``works``."""
-        number, sending = len(self.works), self.sending
-        bucket = filling.bucket
-        if sending.hook is None or not self.layout.is_hooked(bucket):
-            self.works.append(bucket.taking.start(filling))
+    def _start(self, bucket_state: BucketState) -> None:
+        """Start a bucket's reduction, by the hook if it serves the bucket."""
+        number, reducer_state = len(self.works), self.reducer_state
+        bucket = bucket_state.bucket
+        if reducer_state.hook is None or not self.layout.is_hooked(bucket):
+            self.works.append(bucket.copy_mode.start(bucket_state))
             return
-        behind = self.layout.buckets[number + 1 :]
-        is_last = not any(map(self.layout.is_hooked, behind))
+        later = self.layout.buckets[number + 1 :]
+        is_last = not any(map(self.layout.is_hooked, later))
         args = bucket.members, bucket.views, number, is_last
-        given = GradBucket(bucket.taking.buffer(filling), *args, self.layout.terms.group)
+        given = GradBucket(bucket.copy_mode.buffer(bucket_state), *args, self.layout.terms.group)
         try:
-            self.works.append(sending.hook.start(given))
-        except Exception as failure:  # after which verbs of the hook's, no other rank knows
-            sending.failure = without_frames(failure)
+            self.works.append(reducer_state.hook.start(given))
+        except Exception as failure:  # other ranks cannot know which collectives the hook started
+            reducer_state.failure = without_frames(failure)
             raise
 
-    def give(self, verdict: Verdict) -> None:
-        """Write averages into ``.grad`` of each parameter of which any rank had a gradient."""
-        is_complete = verdict.ending is Ending.WHOLE
-        is_used = verdict.find_used(is_complete=is_complete)
-        share = 1.0 if self.sending.hook is not None else self.sending.at_work.share
-        for filling in self.fillings:
-            filling.bucket.taking.give(filling, is_used, is_complete=is_complete, share=share)
+    def give(self, outcome: BackwardOutcome) -> None:
+        """Write averages to ``.grad`` of parameters with a gradient on any rank."""
+        is_complete = outcome.ending is Ending.WHOLE
+        is_used = outcome.find_used(is_complete=is_complete)
+        share = (
+            1.0 if self.reducer_state.hook is not None else self.reducer_state.active_ranks.share
+        )
+        for bucket_state in self.bucket_states:
+            bucket_state.bucket.copy_mode.give(
+                bucket_state, is_used, is_complete=is_complete, share=share
+            )

@@ -1,8 +1,7 @@
-"""How gradients are reduced, and which travel together: parameters in buckets, laid in memory.
+"""Assign parameters to buckets and lay the buckets out in memory.
 
-A bucket holds parameters of one dtype and device, so that it can be one flat tensor and one
-all-reduce. Small buckets start early, large buckets need fewer calls: hence a small first bucket,
-which is ready while most of the backward is still to come.
+A bucket holds parameters of one dtype and device: one flat tensor, one all-reduce. Large buckets
+need fewer calls, but small buckets start earlier. So the first bucket is small.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .buckets import Averaging, Bucket, Flat, Pending
-from .history import History
-from .reports import Reports
-from .single_gradients import InPlace, Sparse
-from .tail import Ending, Tail
-from .wider_groups import WiderGroups
+from .expected_gradients import ExpectedGradients
+from .extra_axis_groups import ExtraAxisGroups
+from .gradient_errors import GradientErrors
+from .status_flags import Ending, StatusFlags
+from .unbucketed_gradients import InPlace, Sparse
 
 _MIB = 1024 * 1024
 
-# From here on a message of its own costs less than to copy the gradient.
+# From this size on, a separate message costs less than the copy of the gradient.
 _IN_PLACE_BYTES = 8 * 1024 * 1024
 
 
 def bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return the checked caps in bytes, bucket by bucket; all further buckets have the last."""
+    """Return the checked caps in bytes; the last applies to all further buckets."""
     if bucket_cap_mb_list is not None and (
         isinstance(bucket_cap_mb_list, str) or not isinstance(bucket_cap_mb_list, Sequence)
     ):
         raise KindError(
             f"bucket_cap_mb_list is of type {type(bucket_cap_mb_list).__name__}",
-            expected="a list of numbers of MiB, or None",
+            expected="a list of sizes in MiB, or None",
             fix="pass for example bucket_cap_mb_list=[1, 25]",
         )
     if bucket_cap_mb_list:
@@ -59,22 +58,22 @@ def bucket_caps(
 
 
 def _cap_bytes(what: str, cap_mb: float) -> int:
-    expected, fix = "a number of MiB, or None", "pass for example bucket_cap_mb=25"
+    expected, fix = "a size in MiB, or None", "pass for example bucket_cap_mb=25"
     cap_mb = get_number(cap_mb, what, expected=expected, fix=fix)
     if not cap_mb > 0 or not math.isfinite(cap_mb):
         raise ArgumentError(
             f"{what} is {cap_mb}",
-            expected="a number of MiB above zero, or None for 25 with a first bucket of 1",
-            fix="pass a small number such as 0.001 for one parameter a bucket",
+            expected="a size in MiB above 0, or None for 25 with a first bucket of 1",
+            fix="pass a small number such as 0.001 for one parameter per bucket",
         )
     return max(1, int(cap_mb * _MIB))
 
 
 class LaidBucket(NamedTuple):
-    """The parameters of a bucket, in expected order; if trailing, it goes at a backward's end."""
+    """A bucket's parameters, in expected order; if deferred, sent last."""
 
     indices: tuple[int, ...]
-    is_trailing: bool = False
+    is_deferred: bool = False
 
 
 def lay_out(
@@ -82,33 +81,33 @@ def lay_out(
     order: Sequence[int],
     caps: Sequence[int],
     *,
-    trailing: Collection[int] = (),
+    deferred: Collection[int] = (),
     delayed: Collection[int] = (),
-    delayed_behind: int | None = None,
+    delayed_after: int | None = None,
 ) -> tuple[LaidBucket, ...]:
-    """Return all buckets in the order in which they are sent, equal on every rank.
+    """Return all buckets in sending order, equal on every rank.
 
     Args:
         items, order, caps: as in ``assign_buckets``; every index is in ``order``.
-        trailing: indices that some rank may lack: in buckets of their own, sent last.
-        delayed: indices whose gradients are sent together, as soon as
-        delayed_behind: this one's has come, so behind its bucket.
+        deferred: indices that some rank may lack: separate buckets, sent last.
+        delayed: indices whose gradients are sent together, right after the bucket of
+        delayed_after: this index.
 
     Example:
         >>> items = [(4, "f32")] * 4
-        >>> lay_out(items, [3, 2, 1, 0], (8,), trailing={3}, delayed={0}, delayed_behind=2)
+        >>> lay_out(items, [3, 2, 1, 0], (8,), deferred={3}, delayed={0}, delayed_after=2)
         ... # doctest: +NORMALIZE_WHITESPACE
-        (LaidBucket(indices=(2, 1), is_trailing=False),
-         LaidBucket(indices=(0,), is_trailing=False), LaidBucket(indices=(3,), is_trailing=True))
+        (LaidBucket(indices=(2, 1), is_deferred=False),
+         LaidBucket(indices=(0,), is_deferred=False), LaidBucket(indices=(3,), is_deferred=True))
     """
-    apart = {*trailing, *delayed}
+    apart = {*deferred, *delayed}
     early = list(assign_buckets(items, [i for i in order if i not in apart], caps))
     if delayed:
         together = assign_buckets(items, [i for i in order if i in delayed], (sys.maxsize,))
-        before = [number for number, bucket in enumerate(early) if delayed_behind in bucket]
+        before = [number for number, bucket in enumerate(early) if delayed_after in bucket]
         number = before[0] + 1 if before else len(early)
         early[number:number] = together
-    last = assign_buckets(items, [i for i in order if i in trailing and i not in delayed], caps)
+    last = assign_buckets(items, [i for i in order if i in deferred and i not in delayed], caps)
     return (*map(LaidBucket, early), *(LaidBucket(bucket, True) for bucket in last))
 
 
@@ -117,15 +116,14 @@ class ReductionOptions:
     """Options of a reduction of gradients.
 
     Args:
-        caps: of the first bucket, of the second, ..., in bytes; the last repeats.
-        as_views: whether ``.grad`` is a view into its bucket, or a copy.
+        caps: bucket sizes in bytes; the last repeats.
+        as_views: whether ``.grad`` is a view into its bucket.
         finds_unused: whether a rank may lack any gradient in any backward.
-        is_static: whether all backwards are promised to bring what the first brought.
-        skips_unused: whether gradients that no rank had in the first backward are never sent.
-        delayed: indices of the parameters that are sent together, behind the bucket of
-            ``delayed_behind``.
-        sparse: indices of the parameters whose gradients are sparse.
-        dtype: in which gradients are sent; None for the parameters' own.
+        is_static: whether all backwards compute the same gradients.
+        skips_unused: whether gradients missing on all ranks in the first backward are never sent.
+        delayed: indices sent together, after the bucket of ``delayed_after``.
+        sparse: indices of parameters with sparse gradients.
+        dtype: of sent gradients; None for the parameters' dtype.
     """
 
     caps: tuple[int, ...]
@@ -134,12 +132,12 @@ class ReductionOptions:
     is_static: bool = False
     skips_unused: bool = False
     delayed: frozenset[int] = frozenset()
-    delayed_behind: int | None = None
+    delayed_after: int | None = None
     sparse: frozenset[int] = frozenset()
     dtype: torch.dtype | None = None
 
     def shared(self, names: Sequence[str]) -> dict[str, object]:
-        """Return the settings that must be equal on every rank, by the wrapper's arguments.
+        """Return the settings that must be equal on every rank, by DDP's argument names.
 
         Example:
             >>> options = ReductionOptions(caps=(1 << 20,), delayed=frozenset({1}))
@@ -147,68 +145,71 @@ class ReductionOptions:
             >>> shared["bucket_cap_mb"], shared["delay_all_reduce_named_params"]
             ([1.0], ['tail'])
         """
-        behind = self.delayed_behind
+        after = self.delayed_after
         return {
             "bucket_cap_mb": [cap / (1 << 20) for cap in self.caps],
             "find_unused_parameters": self.finds_unused,
             "static_graph": self.is_static,
             "skip_all_reduce_unused_params": self.skips_unused,
             "delay_all_reduce_named_params": [names[index] for index in sorted(self.delayed)],
-            "param_to_hook_all_reduce": None if behind is None else names[behind],
+            "param_to_hook_all_reduce": None if after is None else names[after],
             "mixed_precision.reduce_dtype": None if self.dtype is None else dtype_name(self.dtype),
             "sparse gradients": [names[index] for index in sorted(self.sparse)],
         }
 
     @property
     def may_lack(self) -> bool:
-        """Return whether a backward may lack gradients without an error."""
+        """Return whether missing gradients are no error."""
         return self.finds_unused or self.is_static
 
     @property
     def may_move(self) -> bool:
-        """Return whether parameters may move between early and trailing buckets later on."""
+        """Return whether the deferred parameters may still change."""
         return self.finds_unused and not (self.is_static or self.skips_unused)
 
 
 class ReductionTerms(NamedTuple):
-    """The inputs of a bucket layout: parameters, groups, options, expected order."""
+    """The inputs of a bucket layout."""
 
     parameters: Sequence[torch.nn.Parameter]
     group: ProcessGroup
     options: ReductionOptions
-    reports: Reports
+    gradient_errors: GradientErrors
     order: Sequence[int]
-    wider: WiderGroups
+    extra_groups: ExtraAxisGroups
 
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The division of gradients into buckets, with their memory; any change makes a new layout.
+    """An immutable assignment of gradients to buckets, with their memory.
 
     Args:
-        trailing: the parameters whose gradient some rank may lack.
-        is_learned: whether the order is that in which gradients came.
-        buckets: in the order in which they are sent.
-        unsent: the parameters without a bucket, since no rank had their gradient at first.
-        tail: averaged over the union of all groups.
-        tail_average: starts its average; None where it is sent with the last bucket.
+        deferred: parameters whose gradient some rank may lack.
+        is_learned: whether buckets are in the order of computation.
+        buckets: in sending order.
+        unsent: parameters whose gradient no rank had at first, without a bucket.
+        status_flags: averaged over the union of all groups.
+        flags_average: starts their average; None if they are sent with the last bucket.
     """
 
     terms: ReductionTerms
-    trailing: frozenset[int]
+    deferred: frozenset[int]
     is_learned: bool
     buckets: tuple[Bucket, ...]
     unsent: frozenset[int]
-    tail: Tail
-    tail_average: Callable[[torch.Tensor], Pending] | None
+    status_flags: StatusFlags
+    flags_average: Callable[[torch.Tensor], Pending] | None
 
-    def fits(self, history: History) -> bool:
-        """Return whether the layout's order and trailing parameters match the history's."""
-        return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
+    def fits(self, expected_gradients: ExpectedGradients) -> bool:
+        """Return whether order and deferred parameters match ``expected_gradients``."""
+        return (self.is_learned, self.deferred) == (
+            expected_gradients.is_learned,
+            expected_gradients.deferred,
+        )
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """The bucket's number, and the slot in it, of each parameter that is sent."""
+        """The bucket number and slot of each sent parameter."""
         return {
             index: (number, slot)
             for number, bucket in enumerate(self.buckets)
@@ -216,21 +217,25 @@ class BucketLayout:
         }
 
     def is_hooked(self, bucket: Bucket) -> bool:
-        """Return whether a communication hook, if any is registered, averages this bucket."""
+        """Return whether a communication hook would average this bucket."""
         return bucket.averaging.group is self.terms.group
 
 
-# Collective once arrivals are learned: then the buckets lie in memory that the group shares.
+# Collective once the order is learned: the buckets are then in memory shared by the group.
 @torch.no_grad()
 def lay(
-    terms: ReductionTerms, history: History, *, has_hook: bool, before: Iterable[Bucket] = ()
+    terms: ReductionTerms,
+    expected_gradients: ExpectedGradients,
+    *,
+    has_hook: bool,
+    before: Iterable[Bucket] = (),
 ) -> BucketLayout:
     """Return a layout in new memory; gradients in buckets of ``before`` move with their values.
 
     Args:
-        has_hook: whether a communication hook averages, so that gradients travel unscaled.
+        has_hook: whether a communication hook averages unscaled gradients.
     """
-    parameters, group, options, _, order, wider = terms
+    parameters, group, options, _, order, extra_groups = terms
     old_views = {
         index: view
         for bucket in before
@@ -239,14 +244,16 @@ def lay(
     }
     device_type = parameters[0].device.type
     averagings = {}
-    for over in (group, *wider.groups.values(), wider.all_ranks):
-        at_once = over.open_channel(device_type).communicator.averages_at_once
+    for over in (group, *extra_groups.groups.values(), extra_groups.all_ranks):
+        at_once = over.open_device_group(device_type).communicator.averages_at_once
         at_once = at_once or (has_hook and over is group)
         op, scale = (ReduceOp.AVG, None) if at_once else (ReduceOp.SUM, 1.0 / over.size())
         averagings[over] = Averaging(over, scale, partial(start_reduction, op=op, group=over))
-    of_each = [averagings[wider.groups.get(index, group)] for index in range(len(parameters))]
-    unsent = history.trailing if options.skips_unused else frozenset[int]()
-    # Where the wire shares memory, or divides by itself, buckets cost less than they save.
+    of_each = [
+        averagings[extra_groups.groups.get(index, group)] for index in range(len(parameters))
+    ]
+    unsent = expected_gradients.deferred if options.skips_unused else frozenset[int]()
+    # If the backend shares memory or divides itself, buckets save more than they cost.
     in_place = {
         index
         for index, parameter in enumerate(parameters)
@@ -254,83 +261,88 @@ def lay(
         and options.dtype is None
         and parameter.nbytes >= _IN_PLACE_BYTES
     }
-    # Parameters of another group share no bucket with the others, and are sent behind them.
+    # Parameters of other groups are in separate buckets, sent after the rest.
     items = [
-        (num_bytes, (kind, wider.groups.get(index)))
+        (num_bytes, (kind, extra_groups.groups.get(index)))
         for index, (num_bytes, kind) in enumerate(
             items_of(parameters, options.dtype, options.sparse | in_place)
         )
     ]
-    own = [index for index in order if index not in wider.groups]
-    # The tail travels with the last bucket, if that goes over all ranks.
-    others = sorted(wider.groups, key=lambda index: (wider.groups[index] is wider.all_ranks, index))
+    own = [index for index in order if index not in extra_groups.groups]
+    # The status flags are sent with the last bucket if its group has all ranks.
+    others = sorted(
+        extra_groups.groups,
+        key=lambda index: (extra_groups.groups[index] is extra_groups.all_ranks, index),
+    )
     laid = lay_out(
         items,
         [index for index in (*own, *others) if index not in unsent],
         options.caps,
-        trailing=(history.trailing | {*wider.groups}) - unsent,
-        delayed=options.delayed - {*wider.groups},
-        delayed_behind=options.delayed_behind,
+        deferred=(expected_gradients.deferred | {*extra_groups.groups}) - unsent,
+        delayed=options.delayed - {*extra_groups.groups},
+        delayed_after=options.delayed_after,
     )
-    num_behind = len(Ending) + len(parameters)
+    num_flags = len(Ending) + len(parameters)
     buckets = []
-    for indices, is_trailing in laid:
+    for indices, is_deferred in laid:
         is_last = indices is laid[-1].indices
-        is_trailing = is_trailing or is_last or not history.is_learned
+        is_deferred = is_deferred or is_last or not expected_gradients.is_learned
         index = indices[0]
         first, averaging = parameters[index], of_each[index]
         if index in options.sparse or index in in_place:
-            taking = Sparse() if index in options.sparse else InPlace()
-            bucket = Bucket.of_one(index, first, taking, averaging, is_trailing=is_trailing)
+            copy_mode = Sparse() if index in options.sparse else InPlace()
+            bucket = Bucket.of_one(index, first, copy_mode, averaging, is_deferred=is_deferred)
             buckets.append(bucket)
             continue
-        num = num_behind * is_last
-        bucket = _flat_bucket(terms, history, indices, averaging, num, is_trailing=is_trailing)
+        num = num_flags * is_last
+        bucket = _flat_bucket(
+            terms, expected_gradients, indices, averaging, num, is_deferred=is_deferred
+        )
         for member, index, view in zip(bucket.members, bucket.indices, bucket.views, strict=True):
             if index in old_views:
                 member.grad = view.copy_(old_views[index])
         buckets.append(bucket)
-    last, of_tail = buckets[-1], averagings[wider.all_ranks]
+    last, of_flags = buckets[-1], averagings[extra_groups.all_ranks]
     is_in_bucket = (
-        isinstance(last.taking, Flat)
-        and last.averaging is of_tail
-        and not (has_hook and of_tail.group is group)
+        isinstance(last.copy_mode, Flat)
+        and last.averaging is of_flags
+        and not (has_hook and of_flags.group is group)
     )
     numbers = (
         last.sent[len(last.flat) :]
-        if isinstance(last.taking, Flat)
-        else torch.empty(num_behind, device=last.sent.device)
+        if isinstance(last.copy_mode, Flat)
+        else torch.empty(num_flags, device=last.sent.device)
     )
-    tail = Tail(numbers, 1.0 if of_tail.scale is None else of_tail.scale)
-    if isinstance(last.taking, Flat):
-        last.tail = tail
+    status_flags = StatusFlags(numbers, 1.0 if of_flags.scale is None else of_flags.scale)
+    if isinstance(last.copy_mode, Flat):
+        last.status_flags = status_flags
     for bucket in buckets:
         bucket.note_users()
     return BucketLayout(
         terms,
-        history.trailing,
-        history.is_learned,
+        expected_gradients.deferred,
+        expected_gradients.is_learned,
         tuple(buckets),
         unsent,
-        tail,
-        None if is_in_bucket else of_tail.start,
+        status_flags,
+        None if is_in_bucket else of_flags.start,
     )
 
 
 def _flat_bucket(
     terms: ReductionTerms,
-    history: History,
+    expected_gradients: ExpectedGradients,
     indices: Sequence[int],
     averaging: Averaging,
-    num_behind: int,
+    num_flags: int,
     *,
-    is_trailing: bool,
+    is_deferred: bool,
 ) -> Bucket:
-    """Return a bucket in new memory, with ``num_behind`` numbers behind its gradients."""
-    parameters, options, reports = terms.parameters, terms.options, terms.reports
-    first, is_learned = parameters[indices[0]], history.is_learned
+    """Return a bucket in new memory, followed by ``num_flags`` numbers."""
+    parameters, options, gradient_errors = terms.parameters, terms.options, terms.gradient_errors
+    first, is_learned = parameters[indices[0]], expected_gradients.is_learned
     dtype, device = options.dtype or first.dtype, first.device
-    count = sum(parameters[index].numel() for index in indices) + num_behind
+    count = sum(parameters[index].numel() for index in indices) + num_flags
     return Bucket.of_several(
         indices,
         parameters,
@@ -339,6 +351,6 @@ def _flat_bucket(
         else torch.empty(count, dtype=dtype, device=device),
         averaging,
         as_views=options.as_views,
-        is_trailing=is_trailing,
-        reports=reports,
+        is_deferred=is_deferred,
+        gradient_errors=gradient_errors,
     )

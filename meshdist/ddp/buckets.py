@@ -1,12 +1,11 @@
-"""Buckets: gradients that travel together, how a backward takes them in, and gives averages out.
+"""Copy gradients into buckets, send each bucket as one message, and write averages back.
 
-A bucket is one flat tensor, and its gradients are views into it; or it is a single gradient
-(``single_gradients``). What a bucket is does not change; what one backward knows of it stands in a
-``Filling``.
+A bucket is one flat tensor with gradients as views, or a single gradient
+(``unbucketed_gradients``). Its state in one backward is a ``BucketState``.
 
-A hook on every parameter costs more than to copy a small gradient. So of the small gradients of a
-bucket only the last has a hook; that the others have come is seen by their ``.grad``, which is
-another tensor than when the backward began, or has another version.
+A hook costs more than the copy of a small gradient, so only the last of a bucket's small gradients
+has a hook. The others were computed if their ``.grad`` has changed its identity or version since
+the backward began.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from ..collectives.shared_buffers import copy_past_caches
 from ..collectives.torch_private import storage_uses, tensor_uses
 from ..groups.process_group import ProcessGroup
 from .device_streams import GradientStreams, is_capturing, streams_for
-from .reports import Reports
-from .tail import Tail
+from .gradient_errors import GradientErrors
+from .status_flags import StatusFlags
 
-# A gradient of this size or more is copied at once, while it is in the cache, and its memory is
-# free again; smaller gradients wait for the bucket and go by one call together.
+# Gradients of at least this size are copied immediately, while they are in the cache, which frees
+# their memory; smaller gradients are copied together once the bucket is full.
 _AT_ONCE_BYTES = 64 * 1024
 
-# So much is scaled while it is in the cache, just after it was copied.
+# At most this much is scaled together, while it is still in the cache after the copy.
 _SCALED_TOGETHER_BYTES = 512 * 1024
 
 _grad_of = attrgetter("grad")
 
 _NUM_ALONE = max(map(sys.getrefcount, [torch.empty(0)]))
-"""The reference count, looked at like this, of a tensor that one list alone refers to."""
+"""The reference count, measured in this way, of a tensor referenced by one list only."""
 
 _COUNTS_ARE_EXACT = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -51,16 +50,16 @@ class Pending(Protocol):
     """A reduction in flight."""
 
     def wait(self) -> object:
-        """Wait until the bucket holds the result of the reduction."""
+        """Wait until the bucket holds the result."""
 
 
 class Averaging(NamedTuple):
-    """A way to average over one group.
+    """The method of averaging over one group.
 
     Args:
-        scale: a factor of gradients as they are copied; None where the wire averages, and for a
+        scale: applied to gradients as they are copied; None if the backend averages, and for a
             communication hook.
-        start: starts the average of a tensor in place.
+        start: starts to average a tensor in place.
     """
 
     group: ProcessGroup
@@ -70,36 +69,33 @@ class Averaging(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are averaged by one message.
+    """Parameters whose gradients are averaged in one message.
 
     Args:
-        indices: of the parameters, in the order in which their gradients lie.
-        members: these parameters.
-        taking: how gradients get in, and averages out.
-        views: of each gradient, where it lies in ``flat``; or a tensor of its shape.
-        flat: memory for the gradients; empty where a gradient lies in its own.
-        sent: that memory, and behind it that of the tail.
-        is_trailing: whether it waits for the end of a backward, since some rank may lack a
-            gradient of it.
-        averaging: over which group they are averaged, and how.
-        num_at_once: so many gradients, the first, are taken as soon as they have come.
+        indices: of the parameters, in the order of their gradients in memory.
+        views: each gradient's view into ``flat``, or a tensor of its shape.
+        flat: memory for the gradients; empty if the gradient keeps its own.
+        sent: ``flat``, followed by the status flags.
+        is_deferred: whether it is sent at the end of a backward, since a rank may lack a gradient.
+        num_at_once: the number of leading gradients that are copied when computed.
     """
 
     indices: tuple[int, ...]
     members: Sequence[torch.nn.Parameter]
-    taking: Taking
+    copy_mode: GradientCopy
     views: list[torch.Tensor]
     flat: torch.Tensor
     sent: torch.Tensor
-    is_trailing: bool
+    is_deferred: bool
     averaging: Averaging
     num_at_once: int = 0
 
     def __post_init__(self) -> None:
-        self.new_streams: Callable[[], GradientStreams] | None = None  # None on the CPU, too
-        self.tail: Tail | None = None  # which lies behind the gradients in ``sent``
-        self.num_users = 0  # of the memory, if the program has none; 0 if ``.grad`` are no views
-        if isinstance(self.taking, Flat):
+        self.new_streams: Callable[[], GradientStreams] | None = None  # also None on the CPU
+        self.status_flags: StatusFlags | None = None  # stored after the gradients in ``sent``
+        # Tensors in the memory, not counting the user's; 0 if ``.grad`` are not views.
+        self.num_users = 0
+        if isinstance(self.copy_mode, Flat):
             self.new_streams = streams_for(self.sent.device)
 
     @classmethod
@@ -111,17 +107,15 @@ class Bucket:
         averaging: Averaging,
         *,
         as_views: bool,
-        is_trailing: bool,
-        reports: Reports,
+        is_deferred: bool,
+        gradient_errors: GradientErrors,
     ) -> Bucket:
-        """Return a bucket with its gradients in a row in ``sent``, the large before the small.
+        """Return a bucket with its gradients contiguous in ``sent``, the large before the small.
 
         Args:
-            indices: of the parameters, in the order in which their gradients are expected.
+            indices: of the parameters, in the expected order of gradients.
             parameters: all parameters of the model.
-            sent: memory for the gradients and the tail behind them.
-            as_views: whether ``.grad`` become views into ``sent``.
-            is_trailing: whether the bucket waits for the end of a backward.
+            sent: memory for the gradients and the status flags after them.
         """
         is_small = {
             index: parameters[index].numel() * sent.itemsize < _AT_ONCE_BYTES for index in indices
@@ -130,7 +124,7 @@ class Bucket:
         laid = (*sorted(indices, key=is_small.__getitem__),)
         members = [parameters[index] for index in laid]
         flat = sent.zero_()[: sum(member.numel() for member in members)]
-        # A view taken through ``.data`` has a version counter of its own.
+        # A view taken through ``.data`` has a separate version counter.
         views = [view.data for view in views_into(flat, members)]
         is_cast = sent.dtype != members[0].dtype
         small = flat[sum(member.numel() for member in members[:num_large]) :]
@@ -143,12 +137,12 @@ class Bucket:
                 averaging.scale,
                 as_views and not is_cast,
                 is_cast,
-                reports,
+                gradient_errors,
             ),
             views,
             flat,
             sent,
-            is_trailing,
+            is_deferred,
             averaging,
             num_large,
         )
@@ -158,34 +152,34 @@ class Bucket:
         cls,
         index: int,
         parameter: torch.nn.Parameter,
-        taking: Taking,
+        copy_mode: GradientCopy,
         averaging: Averaging,
         *,
-        is_trailing: bool,
+        is_deferred: bool,
     ) -> Bucket:
-        """Return a bucket of one gradient, without own memory, sent last if ``is_trailing``."""
+        """Return a bucket of one gradient, which keeps its memory."""
         like = parameter.detach()
         none = like.new_empty(0)
-        return cls((index,), [parameter], taking, [like], none, none, is_trailing, averaging)
+        return cls((index,), [parameter], copy_mode, [like], none, none, is_deferred, averaging)
 
     def note_users(self) -> None:
-        """Count the tensors in the memory that the library itself has, once all of them exist."""
-        if isinstance(self.taking, Flat) and self.taking.as_views:
+        """Count the library's tensors in the memory, once all exist."""
+        if isinstance(self.copy_mode, Flat) and self.copy_mode.as_views:
             self.num_users = storage_uses(self.sent)
 
     def release_kept(self) -> None:
-        """Leave gradients that the program has kept to it: a backward will fill the bucket."""
-        # What still is ``.grad`` is added to in place, as on one device, with all that shares it.
+        """Move away from gradients that the user kept, before a backward fills the bucket."""
+        # A tensor that still is ``.grad`` is accumulated in place, as on one device.
         if not self.num_users or is_capturing(self.sent.device):
             return
         is_shared = not _COUNTS_ARE_EXACT or storage_uses(self.sent) > self.num_users
-        uses = [*map(tensor_uses, self.views)]  # ``kept = torch.from_dlpack(p.grad)`` adds one
+        uses = [*map(tensor_uses, self.views)]  # ``kept = torch.from_dlpack(p.grad)`` adds a use
         if not is_shared and max(map(sys.getrefcount, self.views)) == _NUM_ALONE and max(uses) == 1:
             return
         pairs = zip(self.members, self.views, strict=True)
         apart = [slot for slot, (member, view) in enumerate(pairs) if member.grad is not view]
         is_shared = is_shared or any(uses[slot] > 1 for slot in apart)
-        if is_shared and apart:  # ``kept = p.grad.detach()``, or an array: of an unknown gradient
+        if is_shared and apart:  # such as ``kept = p.grad.detach()``: of an unknown gradient
             self._move()
             return
         counts = [*map(sys.getrefcount, self.views)]
@@ -203,81 +197,85 @@ class Bucket:
         for member, old, view in zip(self.members, before, self.views, strict=True):
             if member.grad is old:
                 member.grad = view
-        assert isinstance(self.taking, Flat)
-        self.taking.move_to(self.flat)
-        if self.tail is not None:
-            self.tail.numbers = sent[len(self.flat) :]
+        assert isinstance(self.copy_mode, Flat)
+        self.copy_mode.move_to(self.flat)
+        if self.status_flags is not None:
+            self.status_flags.numbers = sent[len(self.flat) :]
         self.note_users()
 
 
-class Filling:
-    """A bucket's state in one backward: gradients awaited, and gradients copied in."""
+class BucketState:
+    """A bucket's state in one backward: pending and copied gradients."""
 
     def __init__(self, bucket: Bucket) -> None:
         bucket.release_kept()
         self.bucket = bucket
         self.num_pending = len(bucket.members)
         self.streams = None if bucket.new_streams is None else bucket.new_streams()
-        self.taken: set[int] = set()  # slots whose gradient has moved in
-        self.read: Grads = ()  # of a gradient that is sent alone: what is sent
-        self.average: torch.Tensor | None = None  # of a gradient that is sent alone, if any has it
+        self.taken: set[int] = set()  # slots whose gradient was copied in
+        self.read: Grads = ()  # the sent tensor of a gradient without a flat bucket
+        # The average of such a gradient; None if no rank has a gradient.
+        self.average: torch.Tensor | None = None
 
     def take(self, *, is_zero: bool = False) -> None:
-        """Copy all gradients into the bucket, zeros for missing gradients or with ``is_zero``."""
+        """Copy all gradients into the bucket; zeros if missing, or for ``is_zero``."""
         bucket, first = self.bucket, self.bucket.num_at_once
         if self.streams is not None:
             pairs = zip(bucket.members[first:], bucket.views[first:], strict=True)
             apart = [grad for member, view in pairs if (grad := member.grad) is not view]
             self.streams.await_others([grad for grad in apart if grad is not None])
         if is_zero:
-            bucket.taking.clear(self)
+            bucket.copy_mode.clear(self)
         else:
-            bucket.taking.take(self)
+            bucket.copy_mode.take(self)
 
 
-class Taking(ABC):
-    """A way in which gradients get into a bucket, are sent, and come out as averages."""
-
-    @abstractmethod
-    def take(self, filling: Filling, slot: int | None = None) -> None:
-        """Take the gradient at ``slot``, or all gradients for None, in order to send it."""
+class GradientCopy(ABC):
+    """Copies gradients into a bucket, sends them, and writes averages back."""
 
     @abstractmethod
-    def clear(self, filling: Filling) -> None:
-        """Let this rank contribute zeros in place of its gradients."""
+    def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
+        """Copy the gradient at ``slot`` for sending, or all gradients for None."""
 
     @abstractmethod
-    def buffer(self, filling: Filling) -> torch.Tensor:
+    def clear(self, bucket_state: BucketState) -> None:
+        """Make this rank contribute zeros instead of its gradients."""
+
+    @abstractmethod
+    def buffer(self, bucket_state: BucketState) -> torch.Tensor:
         """Return the tensor that a communication hook averages in place."""
 
     @abstractmethod
-    def start(self, filling: Filling) -> Pending:
-        """Start the bucket's average, without a communication hook; return it in flight."""
+    def start(self, bucket_state: BucketState) -> Pending:
+        """Start the bucket's average without a communication hook."""
 
     @abstractmethod
     def give(
-        self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
+        self,
+        bucket_state: BucketState,
+        is_used: Sequence[bool] | None,
+        *,
+        is_complete: bool,
+        share: float,
     ) -> None:
-        """Let ``.grad`` hold the averages, times ``share``.
+        """Write the averages, times ``share``, to ``.grad``.
 
         Args:
-            is_used: whether some rank had a gradient, for each parameter of the model: if so, a
-                parameter without a gradient here gets the average, and else stays without. None
-                where that is not known, as on accelerators, where looking would make the CPU wait:
-                all get the average then.
-            is_complete: whether all gradients came here.
+            is_used: for each parameter of the model, whether some rank had a gradient: if so, it
+                gets the average even without a gradient here; if not, it stays without. None if
+                unknown, as on accelerators: then all get the average.
+            is_complete: whether this rank computed all gradients.
         """
 
 
-class Flat(Taking):
+class Flat(GradientCopy):
     """Copies of gradients in one flat tensor.
 
     Args:
-        small: the views of the gradients that move together, once the bucket is full.
-        small_flat: the memory of these.
-        scale: a factor of gradients as they move in, or None.
+        small: views of gradients that are copied together into a full bucket.
+        small_flat: the memory of these views.
         as_views: whether ``.grad`` becomes the view.
-        is_cast: whether the bucket has another dtype than its parameters.
+        is_cast: whether bucket and parameters differ in dtype.
     """
 
     def __init__(
@@ -287,11 +285,11 @@ class Flat(Taking):
         scale: float | None,
         as_views: bool,
         is_cast: bool,
-        reports: Reports,
+        gradient_errors: GradientErrors,
     ) -> None:
         self.as_views = as_views
         self._scale = scale
-        self._reports = reports
+        self._gradient_errors = gradient_errors
         self._is_row_major = not is_cast and all(view.is_contiguous() for view in small)
         self._is_1d = all(view.dim() == 1 for view in small)
         sizes = [view.numel() for view in small]
@@ -303,32 +301,36 @@ class Flat(Taking):
         self.move_to(small_flat)
 
     def move_to(self, flat: torch.Tensor) -> None:
-        """Let gradients move into ``flat`` from now on; those that move together are its end."""
+        """Copy gradients into ``flat`` from now on, with the small at its end."""
         self._small_flat = flat[len(flat) - sum(self._sizes) :]
         self._runs = list(zip(self._cuts, self._small_flat.split(self._sizes), strict=True))
 
-    def take(self, filling: Filling, slot: int | None = None) -> None:
-        """Copy the gradient at ``slot``, or all for None, into the bucket; zeros if it is None."""
+    def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
+        """Copy the gradient at ``slot``, or all, into the bucket; zeros for None."""
         if slot is not None:
-            self._take_large(filling, slot)
+            self._take_large(bucket_state, slot)
             return
-        for large in {*range(filling.bucket.num_at_once)} - filling.taken:
-            self._take_large(filling, large)
-        self._take_small(filling.bucket, list(map(_grad_of, filling.bucket.members)))
+        for large in {*range(bucket_state.bucket.num_at_once)} - bucket_state.taken:
+            self._take_large(bucket_state, large)
+        self._take_small(bucket_state.bucket, list(map(_grad_of, bucket_state.bucket.members)))
 
-    def _take_large(self, filling: Filling, slot: int) -> None:
-        member, view, scale = filling.bucket.members[slot], filling.bucket.views[slot], self._scale
+    def _take_large(self, bucket_state: BucketState, slot: int) -> None:
+        member, view, scale = (
+            bucket_state.bucket.members[slot],
+            bucket_state.bucket.views[slot],
+            self._scale,
+        )
         grad = member.grad
         if grad is None:
             view.zero_()
         elif grad is view:
             self._multiply(view)
         else:
-            self._refuse_unfit(filling.bucket, slot, grad)
+            self._reject_mismatched(bucket_state.bucket, slot, grad)
             copy_past_caches(view, grad, scale)
             if self.as_views:
                 member.grad = view
-        filling.taken.add(slot)
+        bucket_state.taken.add(slot)
 
     def _take_small(self, bucket: Bucket, read: Grads) -> None:
         first = bucket.num_at_once
@@ -344,7 +346,7 @@ class Flat(Taking):
                 for run, target in self._runs:
                     size = target.shape
                     torch.cat(parts[run], out=target)
-                    if target.shape != size:  # ``cat`` makes it fit gradients of other shapes
+                    if target.shape != size:  # ``cat`` resizes it for gradients of other shapes
                         target.resize_(size)
                         raise RuntimeError
                     self._multiply(target)
@@ -363,11 +365,12 @@ class Flat(Taking):
                 if grads:
                     torch._foreach_copy_(views, grads)
                 self._multiply(self._small_flat)
-        # Checked only now: checking costs as much as copying. ``cat`` warns before it resizes.
+        # Check only after a failure: a check costs as much as the copy. ``cat`` warns before it
+        # resizes.
         except (RuntimeError, UserWarning):
             for slot, grad in enumerate(read[first:], first):
-                self._refuse_unfit(bucket, slot, grad)
-            # A gradient may lie in its place already, as another tensor: ``grad = grad.detach()``.
+                self._reject_mismatched(bucket, slot, grad)
+            # A gradient may already be in the bucket as another tensor: ``grad = grad.detach()``.
             torch._foreach_copy_(views, grads)
             self._multiply(self._small_flat)
         if self.as_views:
@@ -377,32 +380,35 @@ class Flat(Taking):
         if self._scale is not None:
             moved.mul_(self._scale)
 
-    def _refuse_unfit(self, bucket: Bucket, slot: int, grad: torch.Tensor | None) -> None:
+    def _reject_mismatched(self, bucket: Bucket, slot: int, grad: torch.Tensor | None) -> None:
         index, shape = bucket.indices[slot], bucket.views[slot].shape
         if grad is None:
             return
         if grad.layout is not torch.strided:
-            raise self._reports.sparse(index, grad.layout)
+            raise self._gradient_errors.sparse(index, grad.layout)
         if grad.shape != shape:
-            raise self._reports.reshaped(index, grad.shape, shape)
+            raise self._gradient_errors.reshaped(index, grad.shape, shape)
 
-    def clear(self, filling: Filling) -> None:
-        """Fill the bucket with zeros."""
-        filling.bucket.flat.zero_()
+    def clear(self, bucket_state: BucketState) -> None:
+        bucket_state.bucket.flat.zero_()
 
-    def buffer(self, filling: Filling) -> torch.Tensor:
-        """Return the flat tensor of all gradients in the bucket."""
-        return filling.bucket.flat
+    def buffer(self, bucket_state: BucketState) -> torch.Tensor:
+        return bucket_state.bucket.flat
 
-    def start(self, filling: Filling) -> Pending:
-        """Start to average the gradients, and the tail behind them; return it in flight."""
-        return filling.bucket.averaging.start(filling.bucket.sent)
+    def start(self, bucket_state: BucketState) -> Pending:
+        """Start to average the gradients, with the status flags after them."""
+        return bucket_state.bucket.averaging.start(bucket_state.bucket.sent)
 
     def give(
-        self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
+        self,
+        bucket_state: BucketState,
+        is_used: Sequence[bool] | None,
+        *,
+        is_complete: bool,
+        share: float,
     ) -> None:
-        """Scale the averages by ``share``; copy those of used parameters unless they are views."""
-        bucket = filling.bucket
+        """Scale the averages by ``share``; copy them to used parameters unless they are views."""
+        bucket = bucket_state.bucket
         if share != 1.0:
             bucket.flat.mul_(share)
         if is_complete and self.as_views:
@@ -415,7 +421,7 @@ class Flat(Taking):
                 member.grad = view if self.as_views else torch.empty_like(view, dtype=member.dtype)
             if member.grad is None or self.as_views:
                 continue
-            if member.grad.is_conj() or member.grad.is_neg():  # ``_foreach_copy_`` writes none such
+            if member.grad.is_conj() or member.grad.is_neg():  # not supported by ``_foreach_copy_``
                 member.grad.copy_(view)
             else:
                 apart.append((member.grad, view))

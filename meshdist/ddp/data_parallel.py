@@ -1,4 +1,4 @@
-"""Data parallelism: one replica of the model on each rank of an axis, gradients averaged."""
+"""Train one replica of a model on each rank of a mesh axis and average their gradients."""
 
 from __future__ import annotations
 
@@ -11,118 +11,118 @@ import torch
 from torch import nn
 
 from ..annotations.axis_types import shown
-from ..checking.program import warn_caller
+from ..checking.call_sites import warn_caller
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.untraced import untraced
-from ..typed_contexts.module_marks import restore_marks
+from ..runtime.graph_breaks import untraced
+from ..typed_mode.module_annotations import restore_annotations
+from .axis_reducer import AxisReducer
 from .bucket_layout import ReductionOptions, bucket_caps
+from .divergence_checks import DivergenceChecks
+from .extra_axis_groups import further_axes, open_wider_groups
 from .gradient_hooks import moved
-from .joined_replica import JoinMethods
-from .parting import Parting
-from .precision import CastParameters, MixedPrecisionConfig, check_precision
-from .reducer import Reducer
-from .replicas import ModelBuffers, check_equal, tensor_facts
-from .shard_guards import (
-    refuse_marked_shards,
-    refuse_probable_shards,
-    refuse_unnamed_axes,
-    without_marks,
-)
-from .torch_methods import TorchMethods
-from .typed_owner import TypedOwner
-from .wider_groups import further_axes, open_wider_groups
-from .wrapping import (
+from .join_hook import JoinMethods
+from .model_checks import (
     WrappedModel,
     check_module,
     check_period,
+    close_all,
     delayed_indices,
     find_devices,
-    let_go,
     module_state,
-    refuse_both,
-    refuse_unfrozen,
-    refuse_wrapped,
+    reject_both,
+    reject_unfrozen,
+    reject_wrapped,
     sparse_parameters,
     trainable_parameters,
 )
+from .precision import CastParameters, MixedPrecisionConfig, check_precision
+from .reducer import Reducer
+from .replicas import ModelBuffers, check_equal, tensor_facts
+from .shard_checks import (
+    reject_marked_shards,
+    reject_probable_shards,
+    reject_unnamed_axes,
+    without_annotations,
+)
+from .torch_methods import TorchMethods
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
-_ALWAYS_CHECKED = "check_reduction has no effect: whether gradients are missing is always checked"
+_ALWAYS_CHECKED = "check_reduction has no effect: missing gradients are always detected"
 
 
 class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
-    """Every rank of an axis trains a replica of ``module``; ``.grad`` is the mean over the axis.
+    """Train a replica of ``module`` on every rank of an axis; ``.grad`` is the mean over the axis.
 
-    Making it, each forward that synchronises buffers, and each backward are collective over the
-    axis: each of its ranks must come to them, in the same order. On construction the ranks
-    compare their parameters and buffers, and take those of the axis's first rank. Before each
-    forward, in eval mode too, buffers come from that rank again.
+    The constructor, each forward that synchronizes buffers, and each backward are collective: all
+    ranks of the axis must call them in the same order. The constructor compares all ranks'
+    parameters and buffers and broadcasts the first rank's. Each forward, also in eval mode, first
+    broadcasts that rank's buffers.
 
-    Gradients are averaged while ``backward()`` runs and lie in ``.grad`` when it returns.
-    ``torch.autograd.grad`` does not go through ``.grad``, so what it returns is not averaged. Where
-    the loss is a *mean* over each rank's samples, equal numbers of samples per rank give the
-    gradient of the whole batch; where it is a *sum*, gradients are smaller than the whole batch's
-    by the number of ranks. Inputs are not split: see ``DistributedSampler``.
-    Inside ``md.typed`` the wrapper owns the axis: each rank's loss varies over it, without a pmean.
+    When ``backward()`` returns, ``.grad`` holds the averages. ``torch.autograd.grad`` does not use
+    ``.grad``, so its results are not averaged. If the loss is a *mean* over each rank's samples and
+    all ranks have equally many, DDP computes the gradient of the global batch. If it is a *sum*,
+    gradients are smaller by the number of ranks. DDP does not split inputs: see
+    ``DistributedSampler``. Inside ``md.typed`` each rank's loss must vary over the axis, without a
+    pmean.
 
-    A backward is averaged if and only if it reaches outputs of a forward through the wrapper that
-    was synchronised, also a second on a retained graph. Every other backward is local.
-    Unless ``find_unused_parameters`` or ``static_graph`` says so, every parameter must get a
-    gradient on every rank before the next forward, which raises otherwise; ``check_gradients``
-    raises before. Do not add, remove, replace or convert parameters afterwards.
+    DDP averages each backward that reaches outputs of a synchronized forward through the wrapper,
+    also a second backward on a retained graph. Every other backward is local. Unless you pass
+    ``find_unused_parameters`` or ``static_graph``, the next forward (or ``check_gradients``,
+    earlier) raises if a parameter got no gradient on some rank. Do not add, remove, replace or
+    convert parameters after wrapping.
 
-    On an accelerator ``backward()`` returns while the device is at work. Where a backward was
-    interrupted on some ranks, the others therefore learn it at the next forward, when the optimizer
-    may have applied that one step's gradients; on the CPU their ``backward()`` raises.
+    If a backward is interrupted on some ranks, ``backward()`` raises on the other ranks on the CPU.
+    On an accelerator it returns while the device runs, so the next forward raises, possibly after
+    the optimizer applied that step's gradients.
 
     Args:
-        module: the model, on its device already, with equal parameters on all ranks in name, order,
-            shape, dtype and strides.
-        device_ids: the one device of a CUDA module, to which inputs are moved; None for CPU modules
-            and modules on several devices.
-        output_device: where outputs are moved; by default the device of ``device_ids``.
-        dim, batched_grad_copy, check_reduction: torch's, without effect; the last warns.
-        broadcast_buffers: False leaves buffers alone, also on construction.
-        init_sync: False skips comparing and broadcasting on construction.
-        process_group: over which ranks gradients are averaged; or
+        module: the model, on its device. All ranks' parameters must be equal in name, order, shape,
+            dtype and strides.
+        device_ids: the one device of a CUDA module, to which inputs are moved; None for modules on
+            the CPU or several devices.
+        output_device: the device to which outputs are moved; by default the device of
+            ``device_ids``.
+        dim, batched_grad_copy, check_reduction: without effect; the last warns.
+        broadcast_buffers: False never broadcasts buffers, even on construction.
+        init_sync: False skips comparison and broadcast on construction.
+        process_group: the ranks over which gradients are averaged; or
         device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. With
-            neither, the world, unless a mesh of several axes is open. A parameter that is marked
-            reduced over further axes of that mesh is summed over these too.
-        bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
-        bucket_cap_mb_list: sizes of the first bucket, the second, ..., in its place; the last
-            holds for all that follow.
-        find_unused_parameters: whether a rank may lack gradients: a parameter that some rank uses
-            gets the mean over all ranks, others keep the ``.grad`` that they have.
-        gradient_as_bucket_view: False keeps gradients outside the buckets, at the price of their
-            memory and a copy.
-        static_graph: a promise that every backward brings the gradients that the first brought,
-            each as often; then what is missing from the start is no error.
-        delay_all_reduce_named_params: parameters, with names, whose gradients are sent together
-            once that of
-        param_to_hook_all_reduce: is there; they are averages when ``backward()`` returns.
-        mixed_precision: dtypes of forward, backward and of what is sent, see ``MixedPrecision``.
-        skip_all_reduce_unused_params: a promise that what no rank used in the first step is never
-            used: it is not sent.
-        forward_sync_buffers: False leaves buffers alone after construction.
-        verify_every: replicas are compared, to the bit, behind averaged backwards 2, 10, 100 and
-            each whose number this divides; 0 for never.
+            neither, all ranks, unless a mesh of several axes is open. Gradients of parameters
+            annotated as reduced over additional axes of that mesh are also summed over them.
+        bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first bucket.
+        bucket_cap_mb_list: a size per bucket, instead of ``bucket_cap_mb``; the last applies to all
+            further buckets.
+        find_unused_parameters: True allows missing gradients on a rank. Parameters used on some
+            rank get the mean over all ranks; unused parameters keep their ``.grad``.
+        gradient_as_bucket_view: False keeps gradients outside the buckets, which costs memory and a
+            copy.
+        static_graph: promises that every backward computes the same gradients as the first, equally
+            often; gradients missing in the first are then no error.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are sent together
+            after the gradient of
+        param_to_hook_all_reduce: this parameter; they are averaged when ``backward()`` returns.
+        mixed_precision: see ``MixedPrecision``.
+        skip_all_reduce_unused_params: promises that parameters unused on all ranks in the first
+            step stay unused; never sends them.
+        forward_sync_buffers: False does not broadcast buffers after construction.
+        verify_every: compare replicas bitwise after averaged backwards 2, 10, 100 and every
+            ``verify_every``-th; 0: never.
 
-    Cost: one all-reduce of all gradients a backward, in buckets that overlap with it; one broadcast
-        of all buffers a forward.
+    Cost: an all-reduce of all gradients per backward, in buckets that overlap with it, and a
+        broadcast of all buffers per forward.
 
     Raises:
-        AgreementError: the ranks' modules differ, or options that must be equal; on every rank,
-            showing both.
-        AxisTypeError: a tensor is marked as varying between the ranks (``md.annotate``); or as
-            reduced over an axis that is no axis of the wrapper's group, which has no mesh.
-        AxisError: or over an axis that the mesh lacks.
-        MeshError: no axes are named while a mesh of several is open; or a tensor without a mark is
-            equal along one of several axes, and different along another.
+        MismatchError: on every rank, if the ranks' modules or options differ; shows both.
+        AxisTypeError: a tensor is annotated (``md.annotate``) as varying between the ranks; or as
+            reduced over an axis while the wrapper has no mesh.
+        AxisError: a tensor is annotated as reduced over an axis that the mesh lacks.
+        MeshError: no axes are given while a mesh of several axes is open; or an unannotated tensor
+            is equal along one axis and differs along another.
         GradientError: the module has no parameter that requires a gradient.
 
     Example:
@@ -165,7 +165,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         super().__init__()
         has_buffers = broadcast_buffers is not False
         self.parameters_to_ignore = check_module(module, with_buffers=has_buffers)
-        restore_marks(module)
+        restore_annotations(module)
         self.verify_every = check_period(verify_every)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps)
@@ -183,15 +183,15 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             warn_caller(_ALWAYS_CHECKED, FutureWarning)
         self.dim = dim
         older, newer = broadcast_buffers, forward_sync_buffers
-        refuse_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)
-        refuse_both(MeshError, process_group=process_group, device_mesh=device_mesh)
+        reject_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)
+        reject_both(MeshError, process_group=process_group, device_mesh=device_mesh)
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.device_mesh = device_mesh
         state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
-        refuse_marked_shards(state if init_sync else trained, self.process_group, device_mesh)
+        reject_marked_shards(state if init_sync else trained, self.process_group, device_mesh)
         if process_group is None and device_mesh is None:
             weights = module_state(module, self.parameters_to_ignore, with_buffers=False)
-            refuse_unnamed_axes(weights, self.process_group)
+            reject_unnamed_axes(weights, self.process_group)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -201,23 +201,23 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.forward_sync_buffers = True if given is None else bool(given)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        # Here rather than in the first backward; in the model's order, which all ranks share.
+        # Connect here rather than in the first backward, in the model's order, equal on all ranks.
         for device in dict.fromkeys(tensor.device for tensor in module_state(module).values()):
             self.process_group.connect(device)
         self._further = further_axes(trained, self.process_group, self.device_mesh)
         if init_sync:
             facts = {name: tensor_facts(tensor) for name, tensor in state.items()}
-            # Before groups over further axes are opened, for which other ranks would wait.
+            # Compare first: other ranks would wait in the opening of groups over additional axes.
             self._compare(module, self.process_group, facts)
             if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
                 device = next(iter(trained.values())).device
-                refuse_probable_shards(without_marks(state), self.device_mesh, device)
+                reject_probable_shards(without_annotations(state), self.device_mesh, device)
         self._adopt(module)
         if init_sync:
             self._make_equal(state)
 
     def _compare(self, module: nn.Module, over: ProcessGroup, facts: dict[str, str]) -> None:
-        """Raise on all ranks of a group where their models or options differ."""
+        """Raise on all ranks of a group if their models or options differ."""
         trainable = trainable_parameters(module, self.parameters_to_ignore)
         options = {
             **self._reduction_options(module, trainable).shared(list(trainable)),
@@ -227,32 +227,35 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         check_equal(
             {
                 **facts,
-                **{f"{name}, reduced too over": shown(it) for name, it in self._further.items()},
+                **{f"{name}, also reduced over": shown(it) for name, it in self._further.items()},
                 **{f"option {name}": str(value) for name, value in options.items()},
             },
             over,
             device=next(iter(trainable.values())).device,
             summary=f"DistributedDataParallel: the ranks wrap different "
-            f"{type(module).__name__} modules, or with different options",
-            fix="build and wrap the same model on every rank of the axis, by equal arguments",
+            f"{type(module).__name__} modules, or use different options",
+            fix="build and wrap the same model with equal arguments on every rank of the axis",
         )
 
     def _make_equal(self, state: dict[str, torch.Tensor]) -> None:
-        """Take tensors of the first rank of their group."""
+        """Broadcast each tensor from the first rank of its group."""
         terms, group = self.reducer.layout.terms, self.process_group
-        if terms.wider.groups:  # shards differ in shape along further axes
-            names = dict.fromkeys(terms.reports.names, "trained")
-            self._compare(self.module, terms.wider.all_ranks, names)
+        if terms.extra_groups.groups:  # shards differ in shape along further axes
+            names = dict.fromkeys(terms.gradient_errors.names, "trained")
+            self._compare(self.module, terms.extra_groups.all_ranks, names)
         by_group: dict[ProcessGroup, list[torch.Tensor]] = {group: []}
-        over_further = {terms.reports.names[i]: wider for i, wider in terms.wider.groups.items()}
+        over_further = {
+            terms.gradient_errors.names[i]: extra_groups
+            for i, extra_groups in terms.extra_groups.groups.items()
+        }
         for name, tensor in state.items():
             by_group.setdefault(over_further.get(name, group), []).append(tensor.detach())
         for over, tensors in by_group.items():
             broadcast_from(0, tensors, over)
 
     def _adopt(self, module: nn.Module) -> None:
-        """Take ``module`` as the model, and put hooks on its parameters; opens further groups."""
-        refuse_wrapped(module, self.parameters_to_ignore)  # since ranks have been waited for
+        """Use ``module`` as the model: register hooks, open additional groups."""
+        reject_wrapped(module, self.parameters_to_ignore)  # again, after waiting for other ranks
         self.module = module
         trainable = trainable_parameters(module, self.parameters_to_ignore)
         parameters = list(trainable.values())
@@ -271,12 +274,14 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         options = self._reduction_options(module, trainable)
         group = self.process_group
         names = list(trainable)
-        wider = open_wider_groups(self._further, names, group, self.device_mesh, self.device)
-        self._owner = TypedOwner(trainable, group, self.device_mesh, self._further)
-        self._parting = Parting(module, self.verify_every, self.device)
-        self.reducer = Reducer(parameters, names, group, options, wider, self._parting)
-        # A module that outlives its wrapper must not go on reducing.
-        weakref.finalize(self, let_go, self.reducer, self._cast, self._owner).atexit = False
+        extra_groups = open_wider_groups(self._further, names, group, self.device_mesh, self.device)
+        self._owner = AxisReducer(trainable, group, self.device_mesh, self._further)
+        self._divergence_checks = DivergenceChecks(module, self.verify_every, self.device)
+        self.reducer = Reducer(
+            parameters, names, group, options, extra_groups, self._divergence_checks
+        )
+        # A module that outlives its wrapper must no longer reduce.
+        weakref.finalize(self, close_all, self.reducer, self._cast, self._owner).atexit = False
 
     def _reduction_options(
         self, module: nn.Module, trainable: dict[str, nn.Parameter]
@@ -285,7 +290,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         if self.mixed_precision is not None:
             reduce_dtype = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
         sparse = {id(parameter) for parameter in sparse_parameters(module)}
-        delayed, delayed_behind = self._delayed
+        delayed, delayed_after = self._delayed
         return ReductionOptions(
             caps=self._caps,
             as_views=self.gradient_as_bucket_view,
@@ -293,7 +298,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             is_static=self.static_graph,
             skips_unused=self.skip_all_reduce_unused_params,
             delayed=delayed,
-            delayed_behind=delayed_behind,
+            delayed_after=delayed_after,
             sparse=frozenset(i for i, x in enumerate(trainable.values()) if id(x) in sparse),
             dtype=reduce_dtype,
         )
@@ -301,7 +306,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     # -- training ---------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, after taking the buffers of the axis's first rank.
+        """Broadcast the buffers of the axis's first rank, then run the module's forward.
 
         Raises:
             GradientError: as ``check_gradients``.
@@ -319,25 +324,24 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         return self._end_forward(outputs)
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Let the next backward that reaches ``outputs`` be averaged, whatever their forward was.
+        """Average the next backward that reaches ``outputs``, even if computed in ``no_sync``.
 
-        A pipeline by hand runs its forwards in ``no_sync``, and calls this before the last backward
-        of a step, on every rank: that backward averages what all have added up.
+        In a hand-written pipeline, run forwards in ``no_sync`` and call this on every rank before a
+        step's last backward, which then averages the accumulated gradients.
 
         Raises:
-            GradientError: the outputs have no graph; or as a forward, of the last step.
+            GradientError: the outputs have no graph; or the last step failed, as in a forward.
         """
         self.reducer.prepare_for_backward(outputs)
 
     @contextmanager
     @untraced
     def no_sync(self) -> Iterator[None]:
-        """Let the forwards inside have backwards that are not averaged: gradients add up here.
+        """Disable gradient averaging for forwards in this context: gradients accumulate locally.
 
-        The next forward outside has a backward that averages all that has added up. What counts is
-        where the *forward* runs.
+        The backward of the next forward outside averages all accumulated gradients. As in torch, it
+        matters where the *forward* runs.
 
-        Raises:
         Example:
             >>> import meshdist as md, torch
             >>> def program():
@@ -360,21 +364,21 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.require_backward_grad_sync = before
 
     def check_gradients(self) -> None:
-        """Raise now, on every rank, what the next forward would raise of the last backward.
+        """Raise the last backward's error now, on every rank, instead of in the next forward.
 
-        Call it between ``backward()`` and ``optimizer.step()`` where no rank may step with wrong
-        gradients: once a step on every rank, also where a forward, loss or ``backward()`` has
-        raised and the program goes on. A rank whose forward no backward followed takes part in that
-        of the others here, with zeros. While a CUDA graph is captured nothing is checked.
+        Call it once per step on every rank, between ``backward()`` and ``optimizer.step()``, if no
+        rank may step with wrong gradients, or if the program continues after an exception in a
+        forward, loss or ``backward()``. A rank that ran a forward without a backward contributes
+        zeros to the other ranks' backward here. During the capture of a CUDA graph nothing is
+        checked.
 
-        Cost: nothing is sent where a backward was run. On an accelerator the CPU waits for the end
-        of the backward.
+        Cost: no communication after a backward. On an accelerator the CPU waits for the backward to
+            end.
 
         Raises:
-            GradientError: the backward was interrupted, or not run, but not on every rank; or
-                parameters got no gradient since the last forward; or came into the module behind
-                the wrapper; or the replicas have parted. The next forward does not raise it again,
-                except for parameters that came.
+            GradientError: some ranks interrupted or skipped the backward; parameters got no
+                gradient since the last forward; parameters were added after wrapping; or replicas
+                have diverged. The next forward raises again for added parameters only.
 
         Example:
             >>> import contextlib, meshdist as md, torch
@@ -394,39 +398,39 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         """
         try:
             self.reducer.check()
-        finally:  # once all ranks are in step
-            refuse_unfrozen(self._left_frozen, self.process_group)
-            self._parting.refuse_local_gradients()
+        finally:  # after all ranks have synchronized
+            reject_unfrozen(self._left_frozen, self.process_group)
+            self._divergence_checks.reject_local_gradients()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket)`` average the gradients of each bucket; on every rank alike.
+        """Average each bucket's gradients with ``hook(state, bucket)``; call it on every rank.
 
         Args:
-            state: what the hook is given first; None stands for the group of this wrapper.
-            hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: one of
-                ``meshdist.distributed.comm_hooks``, one of torch's, or the program's own.
+            state: passed to the hook; None passes the wrapper's group.
+            hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: a hook
+                of ``meshdist.distributed.comm_hooks`` or torch, or a custom hook.
 
         Raises:
-            KindError, ArgumentError: the hook does not fit, is not the first, or a backward has
-                been run.
+            KindError, ArgumentError: the hook is invalid, a second hook, or registered after a
+                backward.
         """
         self.reducer.register_hook(state, hook)
 
     @hidden_from_modes
     def _begin_forward(self) -> None:
-        refuse_unfrozen(self._left_frozen, self.process_group)
-        self._parting.forward_begins()
+        reject_unfrozen(self._left_frozen, self.process_group)
+        self._divergence_checks.forward_begins()
         self.announce_forward()
         try:
             self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
         except GradientError:
-            self._parting.refuse_local_gradients()  # which may be why
+            self._divergence_checks.reject_local_gradients()  # the likely cause
             raise
         if self.takes_buffers(is_before=True):
             self.take_buffers()
 
     def takes_buffers(self, *, is_before: bool) -> bool:
-        """Return whether buffers are made equal at this forward, before it or behind it."""
+        """Return whether this forward broadcasts buffers."""
         buffers = self._buffers_of_model
         return (
             self.forward_sync_buffers
@@ -435,9 +439,10 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         )
 
     def take_buffers(self) -> None:
-        """Make buffers equal, as a forward does."""
-        sending, buffers = self.reducer.sending, self._buffers_of_model
-        sending.awaited += buffers.synchronise(self.process_group, sending.at_work.source)
+        reducer_state, buffers = self.reducer.reducer_state, self._buffers_of_model
+        reducer_state.awaited += buffers.synchronise(
+            self.process_group, reducer_state.active_ranks.source
+        )
 
     @hidden_from_modes
     def _end_forward(self, outputs: Any) -> Any:
@@ -451,5 +456,5 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
 
 DDP = DistributedDataParallel
-# Trainers and torch's own checkpoints unwrap what is an instance of torch's class.
+# Trainers and torch's checkpoints unwrap instances of torch's class.
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)

@@ -1,11 +1,12 @@
-"""``md.clip_grad_norm_``: one norm of gradients that lie on a mesh in any way, by one message.
+"""Clip gradients by one norm over a mesh, with one message: ``md.clip_grad_norm_``.
 
 Each rank sums the powers of its gradients' norms, each divided by the number of ranks that hold the
-same elements; an all-reduce over the mesh adds these up, so that each element counts once and every
-rank has the same bits. Nothing is sent where no gradient is cut. The number of ranks follows from
-marks, or from a DTensor's placements; the axes of its mesh are found in ours by their ranks.
+same elements (by annotations, or a DTensor's placements). An all-reduce over the mesh adds these
+up, so that each element counts once and all ranks get the same bits. A DTensor's axes are found in
+the mesh by their ranks.
 
-Drawn case: the norm of order 2 on a mesh (dp=2, tp=2); w is cut over 'tp', b is equal on all ranks.
+Worked example: the norm of order 2 on (dp=2, tp=2); w is sharded over 'tp', b is equal on all
+ranks.
 
                   rank 0          rank 1          rank 2          rank 3
     w.grad        [3]             [4]             [3]             [4]            on 2 ranks each
@@ -38,8 +39,8 @@ from torch import nn
 
 from ..annotations.axis_types import kinds_in, shown
 from ..arguments import get_number, mesh_kind_error
-from ..checking.program import warn_caller
-from ..collectives.prepare import run_titled
+from ..checking.call_sites import warn_caller
+from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import has_foreach_support, hidden_from_modes
 from ..error_text import ranks_text
 from ..errors import ArgumentError, AxisTypeError, GradientError, KindError, MeshError
@@ -47,9 +48,9 @@ from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_me
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
 from ..reduce_ops import ReduceOp
-from ..typed_contexts.gradients import find_type_of_grad, gradient_type_of
-from ..typed_contexts.refusals import axes_argument, mesh_text, where
-from .norm_flags import NormParameter, flags_of, name_of, refused_norm
+from ..typed_mode.gradients import find_type_of_grad, gradient_type_of
+from ..typed_mode.type_errors import axes_argument, mesh_text, where
+from .norm_flags import NormParameter, flags_of, name_of, rejected_norm
 
 __all__ = ["clip_grad_norm_"]
 
@@ -68,41 +69,41 @@ def clip_grad_norm_(
     *,
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Every rank scales its gradients by one factor, so that the norm of all is at most a maximum.
+    """Clip the norm of all gradients on a mesh: scale each rank's gradients by a common factor.
 
-    Each element counts once, however many ranks hold it: a parameter that varies over an axis by
-    its mark (``md.annotate``) has elements of its own on each rank there, and others are equal.
-    DTensors count by their placements, beside plain tensors. Collective over the mesh where a
-    parameter is cut: all its ranks call it.
+    Each element counts once, however many ranks hold it. Parameters annotated as varying over an
+    axis (``md.annotate``) are sharded along it; others are equal on all ranks. DTensors count by
+    their placements and can be mixed with plain tensors. If any parameter is sharded, the call is
+    collective over the mesh.
 
     Args:
-        parameters: those whose ``.grad`` is scaled in place, each once: tensors in any iterable, or
-            a single tensor. A gradient of None counts as zeros. If a parameter is cut, every rank
-            passes a cut parameter: a rank without experts passes an empty expert with the mark.
-        max_norm: the largest norm that the gradients have afterwards.
-        norm_type: the order of the norm, above 0; ``math.inf`` is the largest absolute value.
-        error_if_nonfinite: whether a norm that is NaN or infinite is an error.
-        foreach: whether many gradients share a kernel; None where the device can.
-        mesh: has the axes that cut parameters; None takes the mesh in force. Where there is none,
-            and no parameter is cut, it is ``torch.nn.utils.clip_grad_norm_``.
+        parameters: tensors, or a single tensor; ``.grad`` is scaled in place, None counts as zeros.
+            If any parameter is sharded, every rank passes a sharded parameter: a rank without
+            experts passes an empty, annotated expert.
+        max_norm: the largest norm of the clipped gradients.
+        norm_type: the order of the norm, above 0; ``math.inf``: the largest absolute value.
+        error_if_nonfinite: whether to raise if the norm is NaN or infinite.
+        foreach: whether many gradients share a kernel; None if the device supports it.
+        mesh: has the axes of sharded parameters; None uses the current mesh. Without a mesh, and
+            without sharded parameters, this is ``torch.nn.utils.clip_grad_norm_``.
 
     Returns:
-        The norm before clipping, of no dims, equal in its bits on all ranks: in float64 where a
-        parameter is, else in float32; on the device of the first gradient.
+        The norm before clipping, a scalar tensor, bitwise equal on all ranks; float64 if any
+        parameter is, else float32; on the first gradient's device.
 
     Cost:
-        An all-reduce of 24 bytes over the mesh; none where no parameter is cut.
+        An all-reduce of 24 bytes over the mesh; none if no parameter is sharded.
 
     Raises:
-        AxisTypeError: a gradient is unreduced, a summand on each rank.
-        AxisError: the mesh lacks an axis that cuts a parameter.
-        MeshError: no mesh is in force, and parameters are cut; or a DTensor lies along no axes.
-        GradientError: on every rank, and nothing has been scaled: ``error_if_nonfinite``; gradients
-            of a backward under ``no_sync``; of equal elements some holders have none. The last two
-            need the sum: on an accelerator, which is not waited for, the norm is NaN in place.
-        AgreementError: other arguments on some ranks, or other parameters that are equal on all.
-        ArgumentError: a norm_type that is not above 0, a max_norm below 0. KindError: something
-            else than parameters, or sparse gradients.
+        AxisTypeError: a gradient is unreduced (a partial sum).
+        AxisError: the mesh lacks an axis of a sharded parameter.
+        MeshError: parameters are sharded without a mesh; or a DTensor's ranks form no axes of it.
+        GradientError: on every rank, before any scaling: ``error_if_nonfinite``; gradients of a
+            backward under ``no_sync``; or only some holders of the same elements have a gradient.
+            In the last two cases, on an accelerator, the norm is NaN instead.
+        MismatchError: arguments, or parameters that are not sharded, differ between ranks.
+        ArgumentError: norm_type is not above 0, or max_norm is below 0.
+        KindError: ``parameters`` has other objects than tensors, or sparse gradients.
 
     Example:
         >>> import torch, meshdist as md
@@ -128,12 +129,12 @@ def clip_grad_norm_(
     total = _local_power(groups, found if is_cut else None, norm_type, device)
     if is_cut:
         equal = [local.numel() for local, axes in gradients if not axes]
-        title = (
+        op_name = (
             f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite="
             f"{bool(error_if_nonfinite)}) with {len(equal)} gradients, of {sum(equal)} elements, "
             "that are equal on all ranks"
         )
-        total = _summed(total, norm_parameters, found, title, norm_type)
+        total = _summed(total, norm_parameters, found, op_name, norm_type)
     is_double = any(parameter.dtype in _DOUBLE for parameter in given)
     norm = (total if math.isinf(norm_type) else total.pow(1 / norm_type)).to(
         device=gradients[0][0].device if gradients else device,
@@ -143,9 +144,9 @@ def clip_grad_norm_(
         raise GradientError(
             f"clip_grad_norm_: the norm of all gradients is {norm.item()}",
             where=where(found),
-            expected=f"a finite norm, here of order {norm_type}, as error_if_nonfinite=True asks",
-            found="a gradient with NaN or infinity, or with numbers too large for their dtype",
-            fix="nothing has been scaled: leave this step out on every rank, or look for the loss "
+            expected=f"a finite norm of order {norm_type}, required by error_if_nonfinite=True",
+            found="a gradient with NaN, infinity, or values too large for their dtype",
+            fix="skip this step on every rank (no gradient has been scaled), or correct the loss "
             "that is not finite",
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -163,55 +164,58 @@ def _summed(
     share: torch.Tensor,
     parameters: Sequence[NormParameter],
     mesh: DeviceMesh,
-    title: str,
+    op_name: str,
     order: float,
 ) -> torch.Tensor:
     """Return the sum of the ranks' shares, or their maximum if ``order`` is infinite.
 
     Raises:
-        GradientError: a gradient is local, or some of its holders lack it; on a device NaN results.
+        GradientError: a gradient is local, or missing on some holders; on a device the result is
+            NaN.
     """
     is_local, lacking = flags_of(parameters, mesh)
-    # Of the largest value nothing is missing where a holder lacks the gradient.
+    # The maximum is right even if a holder lacks the gradient.
     flags = [is_local] if math.isinf(order) else [is_local, lacking]
-    told = torch.cat((share.view(1), share.new_tensor(flags)))
+    sent = torch.cat((share.view(1), share.new_tensor(flags)))
     op = ReduceOp.MAX if math.isinf(order) else ReduceOp.SUM
-    run_titled("all_reduce", mesh.open_group(), title, told, op)
-    total, is_refused = told[0], told[1:].any()
-    if share.device.type != "cpu":  # which the host does not wait for
-        return torch.where(is_refused, torch.nan, total)
-    if is_refused:
-        raise refused_norm(parameters, mesh)
+    run_named("all_reduce", mesh.open_group(), op_name, sent, op)
+    total, is_rejected = sent[0], sent[1:].any()
+    if share.device.type != "cpu":  # do not synchronize with the device
+        return torch.where(is_rejected, torch.nan, total)
+    if is_rejected:
+        raise rejected_norm(parameters, mesh)
     return total
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
-    """Return the parameters, each once; raise for anything but tensors with dense gradients."""
+    """Return the parameters without duplicates; raise unless they have dense gradients."""
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
         raise KindError(
-            "clip_grad_norm_ takes parameters",
+            "clip_grad_norm_ requires an iterable of parameters",
             found=f"a {type(parameters).__name__}",
-            fix="give it module.parameters()",
+            fix="pass module.parameters()",
         )
     given = list(parameters)
     for index, parameter in enumerate(given):
         if not isinstance(parameter, torch.Tensor):
             raise KindError(
-                "clip_grad_norm_ takes parameters alone",
-                expected="tensors with gradients",
+                "clip_grad_norm_ requires parameters",
+                expected="tensors in the iterable",
                 found=f"entry {index} is a {type(parameter).__name__}",
-                fix="give it module.parameters(), without names",
+                fix="pass module.parameters(), without names",
             )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise KindError(
-                "clip_grad_norm_ takes dense gradients",
+                "clip_grad_norm_ requires dense gradients",
                 found=f"{name_of(index, parameter)}, whose gradient is {parameter.grad.layout}",
-                fix="parameter.grad = parameter.grad.to_dense()",
+                fix="convert it: parameter.grad = parameter.grad.to_dense()",
             )
     if not given and isinstance(parameters, GeneratorType):
-        warn_caller("clip_grad_norm_: the generator has no parameters (left), nothing is clipped")
+        warn_caller(
+            "clip_grad_norm_: the generator yields no (more) parameters; nothing is clipped"
+        )
     return list({id(parameter): parameter for parameter in given}.values())
 
 
@@ -220,22 +224,26 @@ def _checked_numbers(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     order = math.inf if norm_type == "inf" else get_number(norm_type, "clip_grad_norm_: norm_type")
     if not limit >= 0:
         raise ArgumentError(
-            "clip_grad_norm_: max_norm is no norm", expected="a number from 0", found=f"{limit}"
+            "clip_grad_norm_: max_norm must not be negative",
+            expected="a number from 0",
+            found=f"{limit}",
+            fix="pass for example max_norm=1.0",
         )
     if not order > 0:
         raise ArgumentError(
-            "clip_grad_norm_: norm_type is the order of no norm",
+            "clip_grad_norm_: norm_type must be positive",
             expected="a number above 0, or math.inf",
             found=f"{order}",
+            fix="pass for example norm_type=2.0",
         )
     return limit, float(order)
 
 
 def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return ``mesh`` or the current mesh; without any, None, or raise if gradients need it."""
+    """Return ``mesh`` or the current mesh; else None, or raise if gradients need a mesh."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error(
-            "clip_grad_norm_ takes a mesh",
+            "clip_grad_norm_ requires a mesh as mesh=",
             mesh,
             fix="pass mesh=mesh, or mesh=mesh['dp'] for one axis",
         )
@@ -243,24 +251,26 @@ def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Device
     if mesh is None:
         for index, parameter in enumerate(given):
             kinds = kinds_in(gradient_type_of(parameter))
-            _refuse_unreduced(index, parameter, kinds, None)
+            _reject_unreduced(index, parameter, kinds, None)
             if axes := [axis for axis, kind in kinds.items() if kind == "V"]:
-                mesh_in_force("clip_grad_norm_", f" of a parameter that is cut over {shown(axes)}")
+                mesh_in_force(
+                    "clip_grad_norm_", f" of a parameter that is sharded over {shown(axes)}"
+                )
         if len({getattr(parameter, "device_mesh", None) for parameter in given}) > 1:
             mesh_in_force(
-                "clip_grad_norm_", " of DTensors on several meshes, or beside plain tensors"
+                "clip_grad_norm_", " of DTensors on several meshes, or mixed with plain tensors"
             )
     return mesh
 
 
 _Gradient: TypeAlias = tuple[torch.Tensor, frozenset[str]]
-"""A gradient as this rank holds it, and the axes along which ranks hold other elements."""
+"""This rank's gradient, and the axes along which ranks hold different elements."""
 
 
 def _gradients_of(
     given: Sequence[Any], mesh: DeviceMesh, given_mesh: DeviceMesh | None
 ) -> tuple[list[NormParameter], list[_Gradient]]:
-    """Return parameters, and gradients, with the axes that cut them."""
+    """Return the parameters and the gradients, with the axes that shard them."""
     known: dict[object, frozenset[str]] = {}  # parameters have few types
 
     def axes_of(index: int, parameter: Any, tensor: Any, text: str) -> frozenset[str]:
@@ -268,16 +278,16 @@ def _gradients_of(
         if key not in known:
             kinds = _kinds_of(tensor, text, index, mesh)
             if tensor is not parameter:
-                _refuse_unreduced(index, parameter, kinds, mesh)
+                _reject_unreduced(index, parameter, kinds, mesh)
             axes = _axes_cut(kinds, mesh, given_mesh)
-            if "U" in kinds.values():  # each gradient is looked at, to be named
+            if "U" in kinds.values():  # check each gradient, to name it in the error
                 return axes
             known[key] = axes
         return known[key]
 
     parameters, gradients = list[NormParameter](), list[_Gradient]()
     for index, parameter in enumerate(given):
-        # By the parameter itself, too: a rank that lacks its gradient takes part all the same.
+        # Also check the parameter, since a rank without its gradient still takes part.
         cut = axes_of(index, parameter, parameter, gradient_type_of(parameter))
         parameters.append(NormParameter(index, parameter, cut))
         if (grad := parameter.grad) is not None:
@@ -301,12 +311,12 @@ def _kinds_of(tensor: Any, text: str, index: int, mesh: DeviceMesh) -> Mapping[s
         axes = _find_axes(frozenset(ranks), mesh)
         if axes is None:
             raise MeshError(
-                "clip_grad_norm_: a DTensor lies over ranks that are along no axes of the mesh",
+                "clip_grad_norm_: the ranks of a DTensor form no axes of the mesh",
                 where=where(mesh),
-                expected=f"ranks along one or several axes of {mesh_text(mesh)}",
+                expected=f"the ranks along one or several axes of {mesh_text(mesh)}",
                 found=f"{name_of(index, tensor)}, as {placement} over "
                 + (ranks_text(ranks) if ranks else "other ranks"),
-                fix="clip with a mesh that has the axis: mesh=md.DeviceMesh.from_torch(...)",
+                fix="pass a mesh that has this axis: mesh=md.DeviceMesh.from_torch(...)",
             )
         kinds.update(dict.fromkeys(axes, "U" if placement.is_partial() else "V"))
     return kinds
@@ -324,11 +334,7 @@ def _find_axes(ranks: frozenset[int], mesh: DeviceMesh) -> tuple[str, ...] | Non
 def _axes_cut(
     kinds: Mapping[str, str], mesh: DeviceMesh, given_mesh: DeviceMesh | None
 ) -> frozenset[str]:
-    """Return axes larger than 1 with the kind "V"; raise for an axis that ``mesh`` lacks.
-
-    Args:
-        given_mesh: the mesh that the program's call names; None if it takes the mesh in force.
-    """
+    """Return axes larger than 1 with the kind "V"; raise for an axis that ``mesh`` lacks."""
     for axis in kinds:
         if axis not in mesh.axis_names:
             error = no_axis(axis, mesh.axis_names, f"clip_grad_norm_ on {mesh_text(mesh)}")
@@ -336,7 +342,7 @@ def _axes_cut(
     return frozenset(a for a, kind in kinds.items() if kind == "V" and mesh.axis_sizes[a] > 1)
 
 
-def _refuse_unreduced(
+def _reject_unreduced(
     index: int, parameter: torch.Tensor, kinds: Mapping[str, str], mesh: DeviceMesh | None
 ) -> None:
     sizes = {} if mesh is None else mesh.axis_sizes
@@ -344,28 +350,29 @@ def _refuse_unreduced(
     if not axes or parameter.grad is None:
         return
     varying = [axis for axis, kind in kinds.items() if kind == "V"]
-    mark = f", varying={axes_argument(varying)}" if varying else ""
+    varying_argument = f", varying={axes_argument(varying)}" if varying else ""
     raise AxisTypeError(
         f"clip_grad_norm_ of a gradient that is unreduced over {shown(axes)}",
         where=None if mesh is None else where(mesh, axes),
-        expected="complete gradients: the norm of a sum does not follow from those of its summands",
+        expected="complete gradients (the norm of a sum cannot be computed from partial sums)",
         found=name_of(index, parameter),
-        fix="p.grad = p.grad.redistribute(placements=p.placements)"
+        fix="reduce it first: p.grad = p.grad.redistribute(placements=p.placements)"
         if hasattr(parameter, "placements")
-        else f"sum it first: p.grad = md.annotate(lax.psum(p.grad, {axes_argument(axes)}){mark}); "
-        "or clip behind md.accumulate_gradients, which sums at its end",
+        else f"reduce it first: p.grad = md.annotate(lax.psum(p.grad, {axes_argument(axes)})"
+        f"{varying_argument}); "
+        "or clip after md.accumulate_gradients, which reduces at its end",
     )
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a DTensor, in the same memory, or the plain tensor itself."""
+    """Return this rank's part of a DTensor, in the same memory; a plain tensor unchanged."""
     local: Any = tensor.to_local() if hasattr(tensor, "placements") else tensor
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class _LikeGradients:
-    """Gradients of this rank, none empty, of equal device, dtype and axes that cut them."""
+    """Non-empty gradients of this rank, of the same device, dtype and sharding axes."""
 
     axes: frozenset[str]
     locals: list[torch.Tensor]
@@ -376,15 +383,15 @@ def _grouped(gradients: Iterable[_Gradient], foreach: bool | None) -> list[_Like
     """Group gradients by device, dtype and axes; raise if ``foreach`` kernels are missing."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for local, axes in gradients:
-        if local.numel():  # torch knows no largest value of none
+        if local.numel():  # torch has no maximum of an empty tensor
             groups.setdefault((axes, local.device, local.dtype), []).append(local)
     made = []
     for (axes, device, _), group in groups.items():
         if foreach and not has_foreach_support([], device):
             raise KindError(
-                f"clip_grad_norm_: torch has no kernels for many tensors on {device.type}",
+                f"clip_grad_norm_: torch has no foreach kernels for {device.type}",
                 found="foreach=True",
-                fix="leave foreach out",
+                fix="remove foreach=True",
             )
         is_foreach = has_foreach_support(group, device) if foreach is None else bool(foreach)
         made.append(_LikeGradients(axes, group, is_foreach))
@@ -397,7 +404,7 @@ def _local_power(
     """Return this rank's share of the sum of powers, or its largest value, in float64.
 
     Args:
-        mesh: whose ranks add their shares up; None where this rank's is the whole.
+        mesh: the mesh whose ranks sum their shares; None if this rank's share is the total.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for group in groups:

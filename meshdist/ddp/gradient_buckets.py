@@ -1,4 +1,4 @@
-"""Gradients of programs without modules: arrays in buckets, averaged as they are written."""
+"""Average gradients of programs without modules, in buckets that overlap with computation."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import optree
 import torch
 
 from ..arrays import as_tensor, describe, like
+from ..backends.work import Work
 from ..collectives.flat_sums import assign_buckets, items_of, start_reduction, views_into
 from ..collectives.shared_buffers import flat_memory
 from ..collectives.torch_private import hidden_from_modes
@@ -21,21 +22,20 @@ from ..error_text import first_texts, ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
-from ..runtime.module_locks import ModuleLock
-from ..wires.work import Work
+from ..runtime.fork_safe_locks import ForkSafeLock
 from .bucket_layout import bucket_caps
 from .replicas import check_equal, tensor_facts
 
 __all__ = ["GradientBuckets"]
 
 _NAMESPACE = "meshdist"
-"""Where classes are registered, so that programs and other libraries see no difference."""
+"""The optree namespace of registered classes, which does not affect other libraries."""
 
-_registering = ModuleLock()
+_registering = ForkSafeLock()
 
 
 def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree.PyTreeSpec]:
-    """Return the accessors of a tree's leaves, the leaves, and the structure that unflattens them.
+    """Return the accessors of a tree's leaves, the leaves, and the structure.
 
     Example:
         >>> @dataclasses.dataclass
@@ -58,16 +58,16 @@ def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree
 
 
 def _register(kind: Any) -> None:
-    """Let optree see instances of a dataclass as nodes, whose parts are all of their fields."""
+    """Register a dataclass with optree as a node with all fields as children."""
     names = tuple(field.name for field in dataclasses.fields(kind))
 
     def flatten(node: Any) -> tuple[list[Any], None, tuple[str, ...]]:
         return [getattr(node, name) for name in names], None, names
 
     def unflatten(_: object, parts: Iterable[Any]) -> Any:
-        node = kind.__new__(kind)  # it was checked when the program made the first
+        node = kind.__new__(kind)  # the original was already validated
         for name, part in zip(names, parts, strict=True):
-            object.__setattr__(node, name, part)  # of a frozen class, too
+            object.__setattr__(node, name, part)  # works for frozen classes too
         return node
 
     optree.register_pytree_node(
@@ -76,7 +76,7 @@ def _register(kind: Any) -> None:
 
 
 class LeafPaths:
-    """The paths of a tree's leaves, and of its parts: tuples of keys, as ``ready`` takes them.
+    """The paths of a tree's leaves and subtrees: tuples of keys, as ``ready`` accepts them.
 
     Example:
         >>> tree = {"layers": [{"weight": 1.0, "bias": 2.0}], "head": 3.0}
@@ -87,7 +87,8 @@ class LeafPaths:
 
     def __init__(self, accessors: Iterable[optree.PyTreeAccessor], caller: str) -> None:
         self._caller = caller
-        self._leaves: dict[tuple[Any, ...], list[int]] = {}  # by the path of the part above them
+        # By the path of each subtree above them.
+        self._leaves: dict[tuple[Any, ...], list[int]] = {}
         for leaf, accessor in enumerate(accessors):
             keys = [
                 (entry.entry, *([entry.field] if isinstance(entry, optree.NamedTupleEntry) else []))
@@ -98,61 +99,61 @@ class LeafPaths:
                     self._leaves.setdefault(path, []).append(leaf)
 
     def find(self, path: Any) -> list[int]:
-        """Return the places of leaves at or below ``path``, in order; raise if there are none."""
+        """Return the indices of leaves at or below ``path``; raise if there are none."""
         if isinstance(path, optree.PyTreeAccessor):
             path = path.path
         keys = tuple(path) if isinstance(path, (tuple, list)) else (path,)
-        with suppress(KeyError, TypeError):  # not there; not hashable
+        with suppress(KeyError, TypeError):  # missing, or not hashable
             return self._leaves[keys]
         paths = list(self._leaves)
         depth = next(count for count in range(len(keys)) if keys[: count + 1] not in paths)
         known = [repr(path[-1]) for path in paths[1:] if path[:-1] == keys[:depth]]
         where = f"at {keys[:depth]!r}" if depth else "in the tree"
         raise ArgumentError(
-            f"{self._caller}: there is no leaf at path {keys!r}",
-            expected="the keys that lead to a leaf, or to a part of the tree",
-            found=f"{where} there is {first_texts(known, ', ') or 'a leaf itself'}",
-            fix="optree.tree_paths(tree, namespace='meshdist') lists the paths of all leaves",
+            f"{self._caller}: the tree has no leaf at path {keys!r}",
+            expected="the keys of a leaf or of a subtree",
+            found=f"{where}: {first_texts(known, ', ') or 'a leaf'}",
+            fix="pass a path listed by optree.tree_paths(tree, namespace='meshdist')",
         )
 
 
 class GradientBuckets:
-    """Every rank writes its gradients into ``views``; ``wait`` returns their averages in place.
+    """Average gradients that no ``torch.nn.Module`` holds, in buckets, in place.
 
-    For gradients that no ``torch.nn.Module`` holds: of NumPy, of CuPy, or of torch's tensors.
-    Making it is collective over the group: its ranks compare the paths, shapes and dtypes.
+    Write gradients into ``views``; ``wait`` returns their averages. Arrays may be NumPy's, CuPy's
+    or torch's. The constructor is collective: it compares paths, shapes and dtypes.
 
-    ``ready(path)`` says that a gradient is written. The all-reduce of a bucket starts, while the
-    program computes the next gradients, as soon as all in it and in the buckets before it are
-    ready: buckets go in one order on every rank, whatever the order of the calls. ``wait()`` starts
-    what is left, so a program need not call ``ready`` at all, and waits. Every rank calls ``wait``
-    equally often. One thread at a time may call either.
+    ``ready(path)`` announces a written gradient. A bucket's all-reduce starts once all gradients in
+    it, and in the buckets before it, are ready, and overlaps with computation. Buckets are sent in
+    the same order on every rank, whatever the order of calls. ``wait()`` sends the rest, so
+    ``ready`` is optional. Every rank must call ``wait`` equally often. Only one thread at a time
+    may call either.
 
-    Between ``ready`` and the end of ``wait`` do not write into a view: it is undefined what would
-    be sent. A rank that has no gradient for a view writes zeros, since the view still holds the
-    average of the round before.
+    Between ``ready`` and the end of ``wait``, do not write into a view: the sent value would be
+    undefined. Without a gradient for a view, write zeros, since it holds the previous average.
 
     Args:
-        tree: arrays like the gradients, as the parameters are, in any nesting of dicts, lists,
-            tuples, dataclasses and other nodes that optree knows; floating or complex. Only their
-            shapes, strides and dtypes are read. Their libraries may differ between ranks.
-        group: whose ranks average: an axis, ``mesh["dp"]``; several together,
-            ``mesh["dp", "cp"]``; a ProcessGroup; or None for the world.
+        tree: arrays like the gradients (for example, the parameters), in any nesting of dicts,
+            lists, tuples, dataclasses and other optree nodes; floating or complex; values are not
+            read. Ranks may use different array libraries.
+        group: the ranks that average: an axis, ``mesh["dp"]``; several together, ``mesh["dp",
+            "cp"]``; a ProcessGroup; or None for all ranks.
         bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
 
     Attributes:
-        views: a tree like ``tree`` of arrays inside the buckets, of the same libraries, zeros at
-            first. They stay the same arrays for good.
+        views: a tree like ``tree`` of arrays inside the buckets, of the same libraries, initially
+            zeros; never replaced.
 
     Gradient: none.
 
-    Cost: one all-reduce of all views a round, in buckets. Over shared memory the buckets lie in it,
-        and nothing is copied.
+    Cost: one all-reduce of all views per round, in buckets. Buckets in shared memory are not
+        copied.
 
     Raises:
-        AgreementError: the ranks' trees differ; on every rank, showing both.
-        DtypeError: a leaf is of integers or bools, which have no averages.
-        KindError: a leaf is no array. ArgumentError: the tree has no leaves, or a wrong cap.
+        MismatchError: on every rank, if the ranks' trees differ; shows both.
+        DtypeError: a leaf has an integer or bool dtype, which has no averages.
+        KindError: a leaf is not an array.
+        ArgumentError: the tree has no leaves, or the cap is invalid.
 
     Example:
         >>> import meshdist as md, numpy as np
@@ -179,7 +180,7 @@ class GradientBuckets:
         self._names = [accessor.codify("tree") for accessor in accessors]
         originals = [np.asarray(leaf) if isinstance(leaf, np.generic) else leaf for leaf in leaves]
         likes = [
-            as_tensor(array, argument=name, verb="GradientBuckets", writable=False).detach()
+            as_tensor(array, argument=name, operation="GradientBuckets", writable=False).detach()
             for array, name in zip(originals, self._names, strict=True)
         ]
         self._check(likes)
@@ -190,14 +191,14 @@ class GradientBuckets:
             },
             self._group,
             device=likes[0].device,
-            summary="GradientBuckets: the ranks hold different trees",
-            fix="pass arrays of equal shapes and dtypes under equal paths on every rank",
+            summary="GradientBuckets: the ranks' trees differ",
+            fix="pass arrays of the same paths, shapes and dtypes on every rank",
         )
         for device in dict.fromkeys(
             tensor.device for tensor in likes
-        ):  # equally many on every rank
+        ):  # the same number on every rank
             self._group.connect(device)
-        # Backward passes come to the last layers first.
+        # A backward reaches the last layers first.
         assignment = assign_buckets(items_of(likes), range(len(likes) - 1, -1, -1), caps)
         views: list[Any] = [None] * len(likes)
         self._flats: list[Any] = []
@@ -210,7 +211,7 @@ class GradientBuckets:
             for leaf, view in zip(members, inside, strict=True):
                 views[leaf] = like(view, originals[leaf])
                 self._bucket_of[leaf] = number
-            # CuPy has a stream of its own, which verbs regard where they are given its arrays.
+            # CuPy has a separate stream, which collectives use if they get CuPy arrays.
             arrays = [originals[leaf] for leaf in members]
             foreign = [each for each in arrays if not isinstance(each, (torch.Tensor, np.ndarray))]
             self._flats.append(like(flat, foreign[0]) if foreign else flat)
@@ -222,11 +223,10 @@ class GradientBuckets:
         self.views: Any = structure.unflatten(views)
 
     def _check(self, likes: list[torch.Tensor]) -> None:
-        """Raise for a tree without leaves, and for leaves whose dtype has no average."""
         if not likes:
             raise ArgumentError(
                 "GradientBuckets: the tree has no leaves",
-                expected="at least one array, like the gradients",
+                expected="at least one array",
                 fix="pass the parameters, for example dict(model.named_parameters())",
             )
         for name, tensor in zip(self._names, likes, strict=True):
@@ -235,7 +235,7 @@ class GradientBuckets:
                     f"GradientBuckets cannot average {name}",
                     expected="floating or complex dtypes",
                     found=describe(tensor),
-                    fix="leave it out of the tree: integers and bools have no gradients",
+                    fix="remove it from the tree: integers and bools have no gradients",
                 )
 
     def __repr__(self) -> str:
@@ -244,26 +244,26 @@ class GradientBuckets:
 
     @hidden_from_modes
     def ready(self, path: Any) -> None:
-        """Say that gradients are written: that at ``path``, or all below it.
+        """Announce that the gradient at ``path``, or all gradients below it, are written.
 
         Args:
-            path: the tuple of keys that lead to a leaf of the tree, or to a part of it, such as
-                ``("layers", 0, "weight")`` or ``("layers", 0)``; where one key leads there, that
-                key, such as ``"weight"``. As optree has it: of a dict the key, of a list or tuple
-                the index, of a dataclass the field, of a namedtuple either; its accessors will do.
+            path: a leaf's or subtree's tuple of keys, such as ``("layers", 0, "weight")`` or
+                ``("layers", 0)``; or a single key, such as ``"weight"``. Keys follow optree: a
+                dict's key, a list's or tuple's index, a dataclass's field, a namedtuple's index or
+                field. An optree accessor also works.
 
         Raises:
-            ArgumentError: there is no such leaf or part.
-            GradientError: a gradient there is ready already.
+            ArgumentError: the tree has no such leaf or subtree.
+            GradientError: a gradient there is already ready.
         """
         leaves = self._paths.find(path)
         if twice := [self._names[leaf] for leaf in leaves if self._is_ready[leaf]]:
             raise GradientError(
-                f"the gradient {twice[0]} is ready already",
+                f"the gradient {twice[0]} is already ready",
                 where=f"{ranks_text([self._group.world.rank])}, GradientBuckets on "
                 f"{self._group.name}",
-                expected="ready() once for each gradient between two calls of wait()",
-                fix="add up in the view what comes in parts, then call ready()",
+                expected="one call of ready() per gradient between two calls of wait()",
+                fix="accumulate partial gradients in the view first, then call ready() once",
             )
         for leaf in leaves:
             self._is_ready[leaf] = 1
@@ -273,20 +273,20 @@ class GradientBuckets:
 
     @hidden_from_modes
     def wait(self) -> Any:
-        """Return ``views`` when they hold the averages; collective over the group.
+        """Wait until ``views`` hold the averages, and return them; collective over the group.
 
-        What was not said to be ready is sent as it lies in its view. The next round begins.
+        Gradients not announced as ready are sent as they are. The next round starts.
 
         Raises:
-            GradientError: an array was put in the place of a view; nothing more is sent.
-            CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as ``all_reduce``.
+            GradientError: a view was replaced by another array; nothing more is sent.
+            CollectiveTimeoutError, AbortedError, MismatchError, BackendError: as ``all_reduce``.
         """
         held = flattened(self.views)[1]
         if len(held) != len(self._views) or any(map(is_not, held, self._views)):
             raise GradientError(
-                "an array was put in the place of a view of GradientBuckets",
-                expected="the views as they were made, with gradients written into them",
-                fix="write views['w'][...] = gradient in place of views['w'] = gradient",
+                "a view of GradientBuckets was replaced by another array",
+                expected="the original views, with gradients written into them",
+                fix="write views['w'][...] = gradient instead of views['w'] = gradient",
             )
         try:
             while len(self._works) < len(self._flats):

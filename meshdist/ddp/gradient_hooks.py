@@ -1,4 +1,4 @@
-"""Hooks on parameters, which autograd calls when a gradient is in ``.grad``."""
+"""Register hooks on parameters that autograd calls once ``.grad`` is accumulated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """Return a copy of ``tree`` with its tensors moved to ``device``."""
     return optree.tree_map(
         lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
         tree,
@@ -38,16 +37,16 @@ def moved(tree: Any, device: torch.device) -> Any:
     )
 
 
-_reduced_parameters = WeakIdKeyDictionary()  # a mark on the parameter would be pickled with it
+_reduced_parameters = WeakIdKeyDictionary()  # an attribute of the parameter would be pickled
 
 
 def find_reducing_world(parameter: torch.Tensor) -> World | None:
-    """Return the world in which a wrapper averages the gradient of ``parameter``, if any does."""
+    """Return the world in which a wrapper averages the gradient of ``parameter``, or None."""
     return _reduced_parameters.get(parameter)  # type: ignore[no-any-return]
 
 
 class GradientHooks:
-    """A hook on each parameter that calls ``arrived(index, parameter)`` once ``.grad`` is set."""
+    """Hooks on parameters that call ``arrived(index, parameter)`` once ``.grad`` is set."""
 
     def __init__(
         self,
@@ -59,27 +58,28 @@ class GradientHooks:
         for hook in self._hooks:
             hook.__module__ = __name__  # typed contexts wrap the hooks of the program alone
         self._handles: list[RemovableHandle] = []
-        self.put()
+        self.register()
 
-    def put(self) -> None:
-        """Put the hooks on the parameters, behind all others; remove those of before."""
+    def register(self) -> None:
+        """Register the hooks after all others; remove those registered before."""
         self.close()
         for parameter, hook in zip(self._parameters, self._hooks, strict=True):
             _reduced_parameters[parameter] = get_world()
-            is_trained = parameter.requires_grad  # else it may be again, and keeps its hook
+            # A frozen parameter gets a hook too: it may be unfrozen.
+            is_trained = parameter.requires_grad
             parameter.requires_grad_(True)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(is_trained)
 
-    def come_last(self) -> None:
-        """Put the hooks anew if the program put others behind them, so that these run last."""
+    def move_to_end(self) -> None:
+        """Register the hooks again if the user added later hooks."""
         for parameter, handle in zip(self._parameters, self._handles, strict=True):
             if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
-                self.put()
+                self.register()
                 return
 
     def close(self) -> None:
-        """Remove the hooks, and the notes that the parameters are reduced."""
+        """Remove the hooks; no longer list the parameters as reduced."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

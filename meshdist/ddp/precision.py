@@ -1,8 +1,7 @@
-"""Forward and backward in low precision, with parameters and gradients in full precision.
+"""Run forward and backward in low precision, with full-precision parameters and gradients.
 
-Wherever a module runs it sees casts of its parameters. The casts are part of the graph, so that the
-gradients of the parameters come in full precision; a checkpoint that runs a module again casts
-again.
+Each module runs on casts of its parameters. The casts are part of the graph, so gradients have full
+precision. A checkpoint that recomputes a module casts again.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ class MixedPrecisionConfig(Protocol):
 
 @dataclass
 class MixedPrecision:
-    """In which dtypes a wrapped model computes and communicates; None leaves a dtype as it is.
+    """The dtypes in which a wrapped model computes and communicates; None keeps a dtype.
 
-    Only floating-point tensors are cast. Between steps parameters and gradients are in full
-    precision.
+    Only floating-point tensors are cast. Parameters and gradients have full precision between
+    steps.
 
     Args:
-        param_dtype: of parameters and of floating-point inputs, in forward and backward.
-        reduce_dtype: in which gradients are sent; by default ``param_dtype``.
-        buffer_dtype: of buffers, from the construction of the wrapper on.
+        param_dtype: of parameters and floating-point inputs, in forward and backward.
+        reduce_dtype: of the gradients sent; by default ``param_dtype``.
+        buffer_dtype: of buffers, after the wrapper's construction.
 
-    Cost: a copy of each parameter in ``param_dtype`` while forward and backward need it; on the
-        wire the bytes of ``reduce_dtype``.
+    Cost: a copy of each parameter in ``param_dtype`` during forward and backward; communication in
+        ``reduce_dtype``.
 
     Raises:
-        KindError: the wrapper is given a field that is no floating-point dtype.
+        KindError: a field passed to the wrapper is not a floating-point dtype.
 
     Example:
         >>> import meshdist as md, torch
@@ -64,19 +63,18 @@ class MixedPrecision:
 
 
 def check_precision(config: object) -> None:
-    """Raise unless the fields of ``config`` are floating-point dtypes or None."""
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         dtype = getattr(config, name, ...)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise KindError(
                 f"mixed_precision is {config!r}",
-                expected=f"a floating-point dtype, or None, as its {name}",
+                expected=f"{name} to be a floating-point dtype, or None",
                 fix="pass for example md.distributed.MixedPrecision(param_dtype=torch.bfloat16)",
             )
 
 
 class CastParameters:
-    """Hooks that let modules run on casts of their parameters, save the ``ignored``."""
+    """Hooks that run modules on casts of their parameters, except the ``ignored``."""
 
     def __init__(
         self, module: nn.Module, config: MixedPrecisionConfig, ignored: frozenset[str]
@@ -92,7 +90,7 @@ class CastParameters:
             for buffer in module.buffers():
                 if buffer.is_floating_point() and id(buffer) not in left_out:
                     buffer.data = buffer.to(config.buffer_dtype)
-        self._is_cast = False  # all parameters are, since the whole model runs
+        self._is_cast = False  # whether all parameters are cast, as the root module runs
         self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._restored: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
         self._handles: list[Any] = []
@@ -115,12 +113,11 @@ class CastParameters:
                 ]
 
     def close(self) -> None:
-        """Remove the hooks, so that the modules run on their parameters again."""
         for handle in self._handles:
             handle.remove()
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return ``inputs``, any tree, with floating-point tensors cast to ``param_dtype``."""
+        """Return ``inputs`` with floating-point tensors cast to ``param_dtype``."""
         if self._dtype is None:
             return inputs
         return optree.tree_map(
@@ -160,7 +157,7 @@ class CastParameters:
 
 
 def _renew_flat_weights(changed: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Rebuild the flat weight lists of recurrent modules whose parameters have changed."""
+    """Rebuild the flat weight lists of recurrent modules with changed parameters."""
     for owner in {child for child, _, _ in changed if isinstance(child, nn.RNNBase)}:
         names = owner._flat_weights_names
         owner._flat_weights = [getattr(owner, name, None) for name in names]

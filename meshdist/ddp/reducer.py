@@ -1,52 +1,49 @@
-"""Averages gradients over a group while the backward goes on.
+"""Average gradients over a group during the backward.
 
-A bucket is one flat tensor, and the gradients are views into it; or one gradient as it is, where it
-is sparse, or large and the wire shares no memory (``single_gradients``). The first synchronised
-backward is watched and sent at its end; then the buckets are laid in the order in which gradients
-came. From then on a bucket goes as soon as it has as many arrivals as in the backward before,
-strictly in bucket order on every rank; the last bucket, and those of parameters that some rank
-lacked, go at the end of the backward. A callback of the autograd engine waits for them there, so
-that ``.grad`` holds averages when ``backward()`` returns.
+A bucket is one flat tensor with gradients as views; or a single gradient, if it is sparse, or large
+while the backend shares no memory. The first synchronized backward is observed and sent at its end.
+Then buckets are laid out in its order of gradients. From then on a bucket is sent, in the same
+order on every rank, once its gradients have been added to as often as in the previous backward. The
+last bucket, and buckets of gradients that some rank lacked, are sent at the end of the backward.
+There an autograd callback waits for them, so ``.grad`` holds averages when ``backward()`` returns.
 
-What the reducer guarantees:
+The reducer guarantees:
 
-* Every backward that reaches outputs of a synchronised forward averages, also the second on a
-  retained graph: averaging what is averaged already changes nothing, so sums of several are right
-  too. Every other backward is local, and none of its gradients counts as an arrival.
-* No rank waits for a gradient that another rank does not have: zeros stand in for it. A backward
-  that raised midway is completed in the same way. What is missing, where, and what that means
-  travels behind the last bucket, see ``verdict``.
-* No gradient that comes after its bucket has gone is lost in silence: every rank raises.
-* No backward makes the CPU wait for an accelerator, but for a second backward behind one forward,
-  which first reads how the first ended, and a backward that lacks gradients where that may be.
+* Every backward that reaches outputs of a synchronized forward averages, also the second on a
+  retained graph: averaging an average changes nothing. Every other backward is local.
+* No rank waits for a gradient that another rank lacks, or whose backward raised: zeros replace it.
+  Status flags after the last bucket report it (``backward_outcome``).
+* If a gradient is computed after its bucket was sent, every rank raises.
+* The CPU waits for an accelerator only in a second backward after one forward, which reads how the
+  first ended, and in a backward that lacks gradients if options allow that.
 
-Where no backward reaches the model on a rank, since its forward or its loss raised, the rank takes
-part with zeros when the program checks the gradients; else it is out of step from then on.
+If a rank's forward or loss raised, so that no backward reaches the model, the rank contributes
+zeros in ``check_gradients``; without this call it is out of step.
 
-Drawn case: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 0 never uses c.
+Worked example: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 0 never uses c.
 
-    first backward, watched    on rank 0 come d b a, on rank 1 c d b a: c trails, as rank 0 lacks it
-    buckets are laid anew      in rank 0's order, behind it what did not come there: d b a c
+    first backward, observed   d b a on rank 0, c d b a on rank 1: c is deferred, rank 0 lacks it
+    buckets are laid out       in rank 0's order, then the parameters it lacked: d b a c
     later backwards            [..]: the rank starts the all-reduce of a bucket
 
     time      ------------------------------------------>
-    rank 0    d   b [d b]   a [a]             end [0]         zeros stand in for c
+    rank 0    d   b [d b]   a [a]             end [0]         zeros replace c
     rank 1      c   d   b [d b]   a [a]         end [c]
 
-If d had not come before b, ``[d b]`` would wait for it, and ``[a]`` after it, since all ranks send
-buckets in one order. ``[c]`` is trailing: it waits for the end of the backward, until c has come on
-every rank in 16 backwards in a row.
+If b were computed before d, ``[d b]`` would wait for d, and ``[a]`` after it, since all ranks send
+buckets in one order. ``[c]`` waits for the end of the backward, until every rank has computed c in
+16 consecutive backwards.
 
     >>> from .bucket_layout import lay_out
-    >>> a, b, c, d, history = 0, 1, 2, 3, History(4)
+    >>> a, b, c, d, expected = 0, 1, 2, 3, ExpectedGradients(4)
     >>> for index in (d, b, a):  # on rank 0
-    ...     history.order.append(index)
-    >>> history.settle([c], may_move=True)
-    >>> order, items = history.laid_order([d, c, b, a]), [(4, "float32")] * 4
-    >>> [bucket.indices for bucket in lay_out(items, order, (8,), trailing=history.trailing)]
+    ...     expected.order.append(index)
+    >>> expected.update_deferred([c], may_move=True)
+    >>> order, items = expected.laid_order([d, c, b, a]), [(4, "float32")] * 4
+    >>> [bucket.indices for bucket in lay_out(items, order, (8,), deferred=expected.deferred)]
     [(3, 1), (0,), (2,)]
-    >>> for _ in range(16): history.settle([], may_move=True)
-    >>> history.trailing
+    >>> for _ in range(16): expected.update_deferred([], may_move=True)
+    >>> expected.deferred
     frozenset()
 """
 
@@ -60,35 +57,33 @@ from typing import Any
 
 import torch
 
-from ..collectives.verbs import broadcast
+from ..collectives.tensor_collectives import broadcast
 from ..groups.process_group import ProcessGroup
-from ..runtime.untraced import untraced
+from ..runtime.graph_breaks import untraced
 from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_in_distributed_context
-from .backward import AtWork, Backward, Phase, Sending, adds_join_fix
+from .backward import ActiveRanks, Backward, Phase, ReducerState, adds_join_fix
+from .backward_outcome import BackwardOutcome
+from .backward_tracking import LocalBackwards
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
-from .comm_hooks.registered import RegisteredHook
+from .comm_hooks.registered_hooks import RegisteredHook
 from .device_streams import is_capturing
+from .divergence_checks import DivergenceChecks
+from .expected_gradients import ExpectedGradients
+from .extra_axis_groups import ExtraAxisGroups
+from .gradient_errors import GradientErrors
 from .gradient_hooks import GradientHooks, tensors_in
-from .history import History
-from .local_backwards import LocalBackwards
 from .norm_flags import mark_local, unmark_local
-from .parting import Parting
 from .reduction import multiply_increments
-from .reports import Reports
-from .tail import Ending
-from .verdict import Verdict
-from .wider_groups import WiderGroups
+from .status_flags import Ending
 
 
 class Reducer:
-    """Averages gradients over a group, in one backward after the other.
+    """Averages gradients over a group, backward after backward.
 
     Args:
-        parameters: those that require gradients, in the same order on every rank.
-        names: of the parameters, for messages.
-        group: open for the parameters' devices, as are the wider groups.
-        parting: compares the replicas.
+        parameters: they require gradients, in the same order on every rank.
+        group: open for the parameters' devices, like the additional groups.
     """
 
     def __init__(
@@ -97,40 +92,44 @@ class Reducer:
         names: Sequence[str],
         group: ProcessGroup,
         options: ReductionOptions,
-        wider: WiderGroups,
-        parting: Parting,
+        extra_groups: ExtraAxisGroups,
+        divergence_checks: DivergenceChecks,
     ) -> None:
         num = len(parameters)
-        self._parting = parting
-        self.sending = Sending(History(num), AtWork(wider.all_ranks.size()))
-        self.backward: Backward | None = None  # since it has reached outputs, until it has ended
+        self._divergence_checks = divergence_checks
+        self.reducer_state = ReducerState(
+            ExpectedGradients(num), ActiveRanks(extra_groups.all_ranks.size())
+        )
+        self.backward: Backward | None = None  # set from its first output to its end
         self._local = LocalBackwards()
         self._hooks = GradientHooks(list(parameters), self._gradient_came)
         self._state = Phase.IDLE
-        reports, order = Reports(names, group), range(num - 1, -1, -1)
-        self._lay(ReductionTerms(list(parameters), group, options, reports, order, wider), ())
+        gradient_errors, order = GradientErrors(names, group), range(num - 1, -1, -1)
+        self._lay(
+            ReductionTerms(list(parameters), group, options, gradient_errors, order, extra_groups),
+            (),
+        )
         self._multiplied = [
             multiply_increments(parameters[index], over.size() // group.size())
-            for index, over in wider.groups.items()
+            for index, over in extra_groups.groups.items()
         ]
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters whose gradients are averaged."""
         return self.layout.terms.parameters
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Return all buckets, in the order in which they are sent."""
+        """All buckets, in sending order."""
         return self.layout.buckets
 
     @property
     def has_final_buckets(self) -> bool:
-        """Return whether buckets lie as learned and will not be laid anew; equal on every rank."""
-        return self.layout.is_learned and self.layout.fits(self.sending.history)
+        """Return whether buckets are laid out as learned and stay so; equal on every rank."""
+        return self.layout.is_learned and self.layout.fits(self.reducer_state.expected_gradients)
 
     def close(self) -> None:
-        """Remove all hooks from the parameters; gradients stay local from then on."""
+        """Remove all hooks; later gradients stay local."""
         self._state = Phase.CLOSED
         self._hooks.close()
         while self._multiplied:
@@ -141,64 +140,76 @@ class Reducer:
     def change_options(self, what: str, **changes: Any) -> None:
         """Change fields of the options; raise, naming ``what``, after the first backward."""
         terms = self.layout.terms
-        if self._state is Phase.ENDED or self.sending.history.is_learned:
-            raise terms.reports.too_late(what)
+        if self._state is Phase.ENDED or self.reducer_state.expected_gradients.is_learned:
+            raise terms.gradient_errors.too_late(what)
         options = replace(terms.options, **changes)
         self._use(replace(self.layout, terms=terms._replace(options=options)))
 
     def change_group(self, group: ProcessGroup) -> None:
-        """Average over ``group`` from now on, and learn anew the order in which gradients come."""
+        """Average over ``group`` from now on; learn the order of gradients again."""
         self.complete_open()
-        terms, sending = self.layout.terms, self.sending
-        sending.history.forget()
-        sending.at_work = AtWork(group.size())
-        if sending.hook is not None:
-            sending.hook.group = group  # of a hook whose state is None
+        terms, reducer_state = self.layout.terms, self.reducer_state
+        reducer_state.expected_gradients.forget()
+        reducer_state.active_ranks = ActiveRanks(group.size())
+        if reducer_state.hook is not None:
+            reducer_state.hook.group = group  # of a hook whose state is None
         self._become(Phase.IDLE)
-        reports = Reports(terms.reports.names, group)
-        terms = terms._replace(group=group, reports=reports, wider=WiderGroups(group))
+        gradient_errors = GradientErrors(terms.gradient_errors.names, group)
+        terms = terms._replace(
+            group=group, gradient_errors=gradient_errors, extra_groups=ExtraAxisGroups(group)
+        )
         self._lay(terms, self.buckets)
-        self._parting.count_anew()
+        self._divergence_checks.count_anew()
 
     @adds_join_fix
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Let a communication hook average the buckets; raise if it is late, second or unfit."""
-        terms, sending = self.layout.terms, self.sending
+        """Average with a communication hook; raise if invalid, late or second."""
+        terms, reducer_state = self.layout.terms, self.reducer_state
         if terms.options.dtype is not None:
-            raise terms.reports.hook_beside_precision()
-        if sending.hook is not None:
-            raise terms.reports.hook_again(sending.hook.name)
-        if self.backward is not None or self._state is Phase.ENDED or sending.history.is_learned:
-            raise terms.reports.hook_late()
-        if terms.wider.groups:
-            terms.reports.warn_of_hook_beside_wider(terms.wider.groups)
-        sending.hook = RegisteredHook(state, hook, terms.group)
+            raise terms.gradient_errors.hook_beside_precision()
+        if reducer_state.hook is not None:
+            raise terms.gradient_errors.hook_again(reducer_state.hook.name)
+        if (
+            self.backward is not None
+            or self._state is Phase.ENDED
+            or reducer_state.expected_gradients.is_learned
+        ):
+            raise terms.gradient_errors.hook_late()
+        if terms.extra_groups.groups:
+            terms.gradient_errors.warn_of_hook_beside_wider(terms.extra_groups.groups)
+        reducer_state.hook = RegisteredHook(state, hook, terms.group)
         self._lay(terms, self.buckets)
 
     # -- buckets ----------------------------------------------------------------------------------
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
-        """Use new buckets, for ``terms``, in place of ``before``, whose gradients move along."""
-        for group in (terms.group, *terms.wider.groups.values()):
+        """Replace the buckets ``before`` with buckets for ``terms``; gradients move along."""
+        for group in (terms.group, *terms.extra_groups.groups.values()):
             group.world.averaged.add(frozenset(group.ranks))
-        has_hook = self.sending.hook is not None
-        self._use(lay(terms, self.sending.history, has_hook=has_hook, before=before))
+        has_hook = self.reducer_state.hook is not None
+        self._use(
+            lay(terms, self.reducer_state.expected_gradients, has_hook=has_hook, before=before)
+        )
 
     def _use(self, layout: BucketLayout) -> None:
-        """Use ``layout`` from the next backward on, with a new verdict and new hooks."""
+        """Use ``layout`` from the next backward on, with a new outcome."""
         self.layout = layout
-        self._verdict = Verdict(layout, lacking=range(len(layout.terms.parameters)))
+        self._outcome = BackwardOutcome(layout, lacking=range(len(layout.terms.parameters)))
 
     def _rebuild(self) -> None:
-        """Lay the buckets anew; the first time in the order of gradients on group rank 0."""
-        # Changes after the first time follow from numbers that all ranks have read.
-        terms, history = self.layout.terms, self.sending.history
-        if history.is_learned and history.order:
-            order = history.laid_order(terms.order)
-            device = self.layout.tail.numbers.device
+        """Lay the buckets out again; the first time in group rank 0's order of gradients."""
+        # Later changes follow from numbers that all ranks have read.
+        terms, expected_gradients = self.layout.terms, self.reducer_state.expected_gradients
+        if expected_gradients.is_learned and expected_gradients.order:
+            order = expected_gradients.laid_order(terms.order)
+            device = self.layout.status_flags.numbers.device
             agreed = torch.tensor(order, dtype=torch.int64, device=device)
-            broadcast(agreed, group=terms.wider.all_ranks, group_src=self.sending.at_work.source)
-            history.order.clear()
+            broadcast(
+                agreed,
+                group=terms.extra_groups.all_ranks,
+                group_src=self.reducer_state.active_ranks.source,
+            )
+            expected_gradients.order.clear()
             terms = terms._replace(order=tuple(agreed.tolist()))
         self._lay(terms, self.buckets)
 
@@ -206,54 +217,56 @@ class Reducer:
 
     @adds_join_fix
     def before_forward(self, *, is_synchronised: bool = True) -> None:
-        """Complete the last backward, raise its errors; lay changed buckets anew but in no_sync."""
-        is_again = current_task() != NO_TASK  # computed again by a checkpoint
+        """Complete the last backward, raise its errors, and rebuild buckets unless in no_sync."""
+        is_again = current_task() != NO_TASK  # recomputed by a checkpoint
         if is_again or self._state is Phase.CLOSED:
             return
         self.end_last()
         if not torch.is_grad_enabled():
             return
-        self._refuse_engine()
-        self._verdict.refuse_lacking()
+        self._reject_engine()
+        self._outcome.reject_lacking()
         if not is_synchronised:
             self._local.has_sums = True
             return
-        self._verdict.expect_all()
+        self._outcome.expect_all()
         self._local.forward_begins()
-        layout, history = self.layout, self.sending.history
-        self._parting.report(layout.terms.group)
+        layout, expected_gradients = self.layout, self.reducer_state.expected_gradients
+        self._divergence_checks.report(layout.terms)
         self._state = Phase.AWAITED
-        is_fitting = layout.fits(history)
-        if not (layout.is_learned and is_fitting) and is_capturing(layout.tail.numbers.device):
-            raise layout.terms.reports.captured_early()  # the graph would keep buckets that go
-        self._hooks.come_last()
+        is_fitting = layout.fits(expected_gradients)
+        if not (layout.is_learned and is_fitting) and is_capturing(
+            layout.status_flags.numbers.device
+        ):
+            # The graph would keep buckets that are replaced later.
+            raise layout.terms.gradient_errors.captured_early()
+        self._hooks.move_to_end()
         if not is_fitting:
             self._rebuild()
 
     @adds_join_fix
     def check(self) -> None:
-        """Complete the last backward, and raise on every rank what the next forward would raise."""
+        """Complete the last backward; raise the next forward's errors on every rank."""
         if current_task() != NO_TASK:
-            raise self.layout.terms.reports.running()
+            raise self.layout.terms.gradient_errors.running()
         try:
             self.complete_open()
-        finally:  # what it raises has been checked then, too
+        finally:  # if it raises, that backward has been checked too
             is_absent = self._state is Phase.AWAITED
             self._become(Phase.IDLE)
-        if is_absent and not is_capturing(self.layout.tail.numbers.device):
+        if is_absent and not is_capturing(self.layout.status_flags.numbers.device):
             self._stand_in(Ending.ABSENT)
         self._learn()
-        self._verdict.refuse_lacking()
-        self._parting.report(self.layout.terms.group)
+        self._outcome.reject_lacking()
+        self._divergence_checks.report(self.layout.terms)
 
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True
     ) -> None:
-        """Put hooks on outputs: a backward that reaches them is averaged, or left local.
+        """Register hooks on outputs: a backward that reaches them is averaged, or stays local.
 
         Args:
-            owner: kept alive by the hooks, as long as a backward may come.
-            is_synchronised: whether these backwards are averaged.
+            owner: kept alive by the hooks, as long as a backward is possible.
         """
 
         @untraced
@@ -263,7 +276,7 @@ class Reducer:
             if is_synchronised:
                 self._enter()
             else:
-                all_ranks = self.layout.terms.wider.all_ranks.ranks
+                all_ranks = self.layout.terms.extra_groups.all_ranks.ranks
                 self._local.output_is_reached(partial(mark_local, self.parameters, all_ranks))
 
         if self._state is Phase.CLOSED:
@@ -276,52 +289,51 @@ class Reducer:
         self._local.forward_ends(sees_outputs=bool(seen))
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Let the next backward that reaches ``outputs`` be averaged; raise without a graph."""
-        # The wrapper's method calls it, and torch's pipeline stages and trainers do.
+        """Average the next backward that reaches ``outputs``; raise if they have no graph."""
+        # Called by the wrapper's method, torch's pipeline stages and trainers.
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if tensors and not any(tensor.requires_grad for tensor in tensors):
-            raise self.layout.terms.reports.split_backward()
+            raise self.layout.terms.gradient_errors.split_backward()
         self.before_forward()
         self.after_forward(tensors, self)
 
     @staticmethod
     def _rebuild_buckets() -> bool:
-        """Return False: trainers call it, but buckets are laid anew without a call."""
+        """Return False: trainers call it, but buckets are rebuilt without a call."""
         return False
 
     # -- one backward -----------------------------------------------------------------------------
 
-    def _refuse_engine(self) -> None:
-        """Raise in a backward of compiled or distributed autograd, which runs other hooks."""
+    def _reject_engine(self) -> None:
+        """Raise in a backward of compiled or distributed autograd."""
         if is_in_distributed_context():
-            raise self.layout.terms.reports.in_distributed_context()
+            raise self.layout.terms.gradient_errors.in_distributed_context()
         tracing = sys.modules.get("torch._dynamo.compiled_autograd")
         if tracing is not None and tracing.in_compiled_autograd_region:
-            raise self.layout.terms.reports.traced()
+            raise self.layout.terms.gradient_errors.traced()
 
     def _become(self, state: Phase) -> None:
-        """Change the state, unless the reducer is closed."""
         if self._state is not Phase.CLOSED:
             self._state = state
 
     @untraced
     def _gradient_came(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient in the running averaged backward; keep it for later where none runs."""
+        """Count a gradient in the running averaged backward, or keep it for later."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
-            self._refuse_engine()
-            with self.sending.lock:
+            self._reject_engine()
+            with self.reducer_state.lock:
                 backward = self._find_running()
                 if backward is None:
-                    self._local.keep(index, self.layout.terms.reports)
+                    self._local.keep(index, self.layout.terms.gradient_errors)
                     return
         backward.arrived(index)
 
     def _find_running(self) -> Backward | None:
-        """Return the running averaged backward, begun now if any gradient may begin it, or None."""
-        # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other
-        # task counts once that task reaches an output. A loss may hide from the wrapper, in an
-        # attribute: its backward passes what the forward has made.
+        """Return the running averaged backward; begin it if this gradient may."""
+        # Reentrant checkpoints run tasks inside the backward's task. A gradient of any other task
+        # counts once that task reaches an output. If the wrapper cannot see the loss, such as in
+        # an attribute, its backward still passes nodes of the forward.
         if self.backward is not None and self.backward.is_running():
             return self.backward
         if self._local.takes_any or self._local.passes_forward():
@@ -331,18 +343,18 @@ class Reducer:
 
     def _enter(self) -> None:
         """Begin an averaged backward unless begun; raise on overlap."""
-        self._refuse_engine()
-        task, sending = current_task(), self.sending
-        with sending.lock:  # outputs on several devices come here on a thread each
+        self._reject_engine()
+        task, reducer_state = current_task(), self.reducer_state
+        with reducer_state.lock:  # each device's thread calls this
             if self.backward is not None and task == self.backward.task:
                 return
-            self._refuse_broken()
+            self._reject_broken()
             if self.backward is not None and self.backward.is_open:
-                raise self.layout.terms.reports.overlapping()
-            self._learn()  # where no forward came since the last backward
+                raise self.layout.terms.gradient_errors.overlapping()
+            self._learn()  # in case no forward ran since the last backward
             backward = self.backward = Backward(
                 self.layout,
-                sending,
+                reducer_state,
                 task,
                 has_graph=torch.is_grad_enabled(),
             )
@@ -353,91 +365,92 @@ class Reducer:
     @adds_join_fix
     @torch.no_grad()
     def _finish(self, backward: Backward) -> None:
-        """End a backward: average its gradients, zeros for missing; drop it if it brought none."""
-        sending, local = self.sending, self._local
+        """End a backward: average its gradients, zeros if missing; drop it if it has none."""
+        reducer_state, local = self.reducer_state, self._local
         came = backward.find_came()
         if not backward.is_open and True in came:
             backward.open()
-        if not backward.is_open:  # no parameter took part, for example in autograd.grad of inputs
+        if not backward.is_open:  # no parameter was involved, such as in autograd.grad of inputs
             self.backward = None
-            local.takes_any = backward.has_graph  # a loss of that derivative may reach none
+            local.takes_any = backward.has_graph  # a loss of that derivative may reach no output
             local.is_averaged_expected = True
             return
         unexpected = backward.find_unexpected(came)
-        verdict = self._verdict.followed_by(came, unexpected, sending.at_work.num)
-        backward.verdict = verdict
-        sending.history.backward_ends(backward.counts, came)
-        self._end(backward, verdict)
+        outcome = self._outcome.followed_by(came, unexpected, reducer_state.active_ranks.num)
+        backward.outcome = outcome
+        reducer_state.expected_gradients.backward_ends(backward.counts, came)
+        self._end(backward, outcome)
         terms = backward.layout.terms
-        if sending.hook is None:
-            local.warn_of_complete(backward.task, terms.group, terms.reports)
+        if reducer_state.hook is None:
+            local.warn_of_complete(backward.task, terms.group, terms.gradient_errors)
 
-    def _end(self, backward: Backward, verdict: Verdict) -> None:
-        """Reduce all buckets, write averages to ``.grad``, wait for hooks' futures."""
-        self._reduce(backward, verdict)
-        backward.give(verdict)
+    def _end(self, backward: Backward, outcome: BackwardOutcome) -> None:
+        """Reduce all buckets, write averages to ``.grad``, wait for hooks."""
+        self._reduce(backward, outcome)
+        backward.give(outcome)
         if self._local.has_sums:
             unmark_local(self.parameters)
         self.backward, self._local.has_sums = None, False
         self._become(Phase.ENDED)
-        while self.sending.awaited:
-            self.sending.awaited.pop(0).wait()
-        if not backward.layout.tail.reader.is_deferred:
+        while self.reducer_state.awaited:
+            self.reducer_state.awaited.pop(0).wait()
+        if not backward.layout.status_flags.reader.is_deferred:
             self._learn()
 
-    def _reduce(self, backward: Backward, verdict: Verdict) -> None:
-        """Reduce all buckets; keep ``verdict`` to be read later, unless a graph is captured."""
-        backward.reduce(verdict, has_local_sums=self._local.has_sums)
-        self._parting.backward_ends(backward)
-        if verdict.note_tail():
-            self._verdict = verdict
+    def _reduce(self, backward: Backward, outcome: BackwardOutcome) -> None:
+        """Reduce all buckets; keep ``outcome`` for later, unless a graph is captured."""
+        backward.reduce(outcome, has_local_sums=self._local.has_sums)
+        self._divergence_checks.backward_ends(backward)
+        if outcome.note_flags():
+            self._outcome = outcome
 
     def _learn(self) -> None:
-        """Read how the last backward ended on all ranks; update the history by it, or raise."""
-        stays = self.sending.hook is not None
-        self._verdict.raise_or_learn(self.sending.history, stays=stays)
+        """Read how the last backward ended on all ranks; update expectations, or raise."""
+        stays = self.reducer_state.hook is not None
+        self._outcome.raise_or_learn(self.reducer_state.expected_gradients, stays=stays)
 
     def end_last(self) -> None:
-        """Complete an interrupted backward with zeros; read how all ranks ended it, or raise."""
+        """Complete an interrupted backward with zeros; read its outcome on all ranks, or raise."""
         self.complete_open()
         self._learn()
 
     def complete_open(self) -> None:
-        """Complete, with zeros, a backward that raised here; raise if sending has failed."""
-        self._refuse_broken()
+        """Complete, with zeros, a backward that raised here; raise if a reduction failed."""
+        self._reject_broken()
         if self.backward is not None:
             self._complete_interrupted(self.backward)
 
-    def _refuse_broken(self) -> None:
-        """Raise if an earlier reduction has failed."""
-        # The members are no longer in step.
-        failure = self.sending.failure
+    def _reject_broken(self) -> None:
+        # The ranks are out of step.
+        failure = self.reducer_state.failure
         if failure is not None:
-            raise self.layout.terms.reports.stopped(failure) from failure
+            raise self.layout.terms.gradient_errors.stopped(failure) from failure
 
     @torch.no_grad()
     def _complete_interrupted(self, backward: Backward) -> None:
-        """End a backward that raised midway, with zeros for gradients that were not sent."""
-        verdict = None if backward.rest() else backward.verdict  # all has gone
-        if verdict is None:
-            num = self.sending.at_work.num
-            verdict = self._verdict.followed_by_none(Ending.INTERRUPTED, num)
-        self._end(backward, verdict)
+        """End a backward that raised, with zeros for unsent gradients."""
+        outcome = None if backward.rest() else backward.outcome  # everything was sent
+        if outcome is None:
+            num = self.reducer_state.active_ranks.num
+            outcome = self._outcome.followed_by_none(Ending.INTERRUPTED, num)
+        self._end(backward, outcome)
 
     @torch.no_grad()
     def shadow(self) -> None:
-        """Contribute zeros to the others' backward, and take the averages; collective."""
-        if not self.sending.history.is_learned:
-            self.sending.history.note_absence(self.layout.terms.order)
-        zeros = Backward(self.layout, self.sending)
-        self._end(zeros, self._verdict.followed_by_none(None, self.sending.at_work.num))
+        """Contribute zeros to the other ranks' backward; write the averages; collective."""
+        if not self.reducer_state.expected_gradients.is_learned:
+            self.reducer_state.expected_gradients.note_absence(self.layout.terms.order)
+        zeros = Backward(self.layout, self.reducer_state)
+        self._end(zeros, self._outcome.followed_by_none(None, self.reducer_state.active_ranks.num))
 
     @torch.no_grad()
     def _stand_in(self, ending: Ending) -> None:
-        """Send zeros for gradients, with ``ending``; restore the buckets."""
+        """Send zeros instead of gradients, with ``ending``; restore the buckets."""
         kept = [bucket.flat.clone() for bucket in self.buckets]
-        zeros = Backward(self.layout, self.sending)
-        self._reduce(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))
+        zeros = Backward(self.layout, self.reducer_state)
+        self._reduce(
+            zeros, self._outcome.followed_by_none(ending, self.reducer_state.active_ranks.num)
+        )
         try:
             self._learn()
         finally:

@@ -1,4 +1,4 @@
-"""Replicas of one model: compared across a group, and made equal to those of its first rank."""
+"""Compare replicas of a model across a group, and broadcast the first rank's."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.comparing import agree
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import is_wrapped, outside_transforms
+from ..collectives.value_comparison import agree
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
-from ..errors import AgreementError, GradientError, KindError
+from ..errors import GradientError, KindError, MismatchError
 from ..groups.process_group import ProcessGroup
-from ..typed_contexts.verb_calls import made_equal
+from ..typed_mode.collective_calls import made_equal
 
 
 class ModelBuffers:
-    """The places of a model's buffers, which find them again after re-assignment."""
+    """The locations of a model's buffers, also after reassignment."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
         left_out = set(ignored)
@@ -32,40 +32,41 @@ class ModelBuffers:
         self._hook: tuple[object, Callable[..., Any], bool] | None = None
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that the model has now, by name."""
         found = ((name, getattr(owner, key)) for owner, key, name in self._places)
         return {name: buffer for name, buffer in found if buffer is not None}
 
     def set_hook(self, state: object, hook: Callable[..., Any], *, is_before: bool) -> None:
-        """Run a hook in place of broadcasts, before or after forwards; raise if not callable."""
+        """Run a hook instead of broadcasts, before or after forwards; raise if not callable."""
         if not callable(hook):
             raise KindError(
-                f"the buffers' hook is of type {type(hook).__name__}",
+                f"the buffer communication hook is of type {type(hook).__name__}",
                 expected="a function of the state and a dict of buffers by name",
+                fix="pass the state first, then the hook",
             )
         self._hook = (state, hook, is_before)
 
     def is_synchronised_now(self, *, is_before: bool) -> bool:
-        """Return whether buffers are made equal before the forward; if not ``is_before``: after."""
+        """Return whether buffers are broadcast before (``is_before``) or after the forward."""
         runs_before = self._hook is None or self._hook[2]
         return bool(self._places) and runs_before is is_before
 
     def synchronise(self, group: ProcessGroup, source: int = 0) -> list[Any]:
-        """Broadcast buffers of group rank ``source``, return []; or return the hook's futures."""
+        """Broadcast the buffers of group rank ``source``; or return the hook's futures."""
         if self._hook is None:
-            # Through ``.data``, whose version is its own: an earlier forward may have saved a
-            # buffer for its backward, as batch norm does, which does not read it there.
+            # ``.data`` has a separate version counter. An earlier forward may have saved a buffer
+            # for its backward, as batch norm does without reading it there.
             buffers = list(self.named().values())
             if any(map(is_wrapped, buffers)):
                 raise GradientError(
-                    "torch.func cannot transform the buffers of a DistributedDataParallel",
+                    "torch.func cannot transform a DistributedDataParallel that broadcasts buffers",
                     where=f"rank {group.world.rank}, {group.name}",
-                    expected="a transform of inputs or parameters, while each forward writes the "
-                    "first rank's buffers",
+                    expected="a transform of inputs or parameters only, since each forward "
+                    "overwrites "
+                    "the buffers",
                     fix="wrap the model with forward_sync_buffers=False, or transform "
-                    "model.module in place of model",
+                    "model.module instead of model",
                 )
-            with outside_transforms():  # else the memory that is sent is wrapped, too
+            with outside_transforms():  # otherwise the sent memory is wrapped too
                 broadcast_from(source, [buffer.data for buffer in buffers], group)
             made_equal(group, *buffers)
             return []
@@ -75,7 +76,7 @@ class ModelBuffers:
 
 
 def tensor_facts(tensor: torch.Tensor) -> str:
-    """Describe a tensor of a model by all that replicas must share.
+    """Describe what replicas of a tensor must have in common.
 
     Example:
         >>> tensor_facts(torch.zeros(2, 3).requires_grad_())
@@ -92,10 +93,10 @@ def tensor_facts(tensor: torch.Tensor) -> str:
 def check_equal(
     texts: Mapping[str, str], group: ProcessGroup, *, device: torch.device, summary: str, fix: str
 ) -> None:
-    """Raise AgreementError on all members if ``texts``, by label, or their order differ."""
-    difference = agree(group, texts, {}, title="a comparison of models", device=device)
+    """Raise MismatchError on all ranks if ``texts``, by label, or their order differ."""
+    difference = agree(group, texts, {}, op_name="a comparison of models", device=device)
     if difference:
-        raise AgreementError(
+        raise MismatchError(
             summary,
             where=f"group of {ranks_text(group.ranks)}",
             expected="equal entries, in the same order, on every rank",

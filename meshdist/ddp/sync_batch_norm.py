@@ -1,8 +1,8 @@
-"""Batch norm whose mean and variance are those of the batches of all replicas.
+"""Normalize over the batches of all replicas with synchronized batch norm.
 
-Each rank computes its mean, and its sum of squared distances from it, locally. The sums over the
-ranks are in float64, and in one all-reduce: squares of means lose nothing there that the data had
-in float32. A rank that adds zeros there changes nothing.
+Each rank computes its mean, and the sum of squared distances from it. One all-reduce combines them,
+in float64, so that squares of means of float32 data lose no precision. A rank without data
+contributes zeros.
 """
 
 from __future__ import annotations
@@ -18,57 +18,55 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..bootstrap.world import find_unjoined_place, find_world
-from ..collectives.verbs import all_reduce
+from ..collectives.tensor_collectives import all_reduce
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.untraced import untraced
-from ..typed_contexts.verb_calls import made_equal
+from ..runtime.graph_breaks import untraced
+from ..typed_mode.collective_calls import made_equal
 from .device_streams import reader_for
 
 __all__ = ["SyncBatchNorm"]
 
-_NUM_FLAGS = 2  # how many ranks need a gradient of their input; how many will have no backward
+_NUM_FLAGS = 2  # the number of ranks that need an input gradient, and that have no backward
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the batches of all ranks of an axis together.
+    """Apply batch norm with statistics of the batches of all ranks of an axis.
 
-    While it trains, each forward, and the backward of each, is collective over the axis: each of
-    its ranks must come to them, in the same order. In eval mode, in a group of 1 rank, and where
-    there is no world, it is ``torch.nn.BatchNorm1d`` (2d, 3d) and nothing is sent.
+    In training mode, each forward and backward is collective over the axis, in the same order on
+    all ranks. In eval mode, in a group of one rank, and without a world, it is
+    ``torch.nn.BatchNorm1d`` (2d, 3d).
 
-    Batches may differ in size, and be empty: a rank without data passes a batch of size 0. If all
-    are empty, the running estimates stay as they are. All ranks compute the same mean and variance,
-    to the bit. Statistics and gradients are computed in float32 of float16 and bfloat16.
-
-    Gradients of ``weight`` and ``bias`` are this rank's own, for DDP to average, as in torch.
+    Batches may differ in size; a rank without data passes a batch of size 0. If all are empty, the
+    running estimates do not change. Means and variances are bitwise equal on all ranks. For float16
+    and bfloat16 inputs, statistics and gradients are computed in float32. Gradients of ``weight``
+    and ``bias`` are this rank's, for DDP to average, as in torch.
 
     Args:
-        num_features: channels, the size of dim 1 of the input.
+        num_features: the number of channels, dimension 1 of the input.
         eps: added to the variance.
-        momentum: the share of the new batch in the running estimates; None averages all batches.
-        affine: whether there are ``weight`` and ``bias``.
-        track_running_stats: whether there are running estimates.
+        momentum: the weight of a new batch in the running estimates; None averages all batches.
+        affine: whether the module has ``weight`` and ``bias``.
+        track_running_stats: whether the module has running estimates.
         process_group: an axis, ``mesh["dp"]``; several together, ``mesh["dp", "cp"]``; a
-            ProcessGroup; or None for the world at the time of the forward.
+            ProcessGroup; or None for all ranks during forward.
         device, dtype: of parameters and buffers.
-        bias: False leaves ``bias`` out.
+        bias: False leaves out ``bias``.
 
     Returns:
-        The input normalized, of its shape and dtype.
+        The normalized input, in its shape and dtype.
 
-    Gradient: exact, through mean and variance, of the sum of all ranks' losses. Every rank
-        must run its backward if any rank needs a gradient of its input; a rank whose own input
-        needs none takes part then. There is no second derivative.
+    Gradient: exact, through mean and variance, of the sum of all ranks' losses. If any rank's input
+        needs a gradient, every rank must run its backward. There is no second derivative.
 
-    Cost: one all-reduce of 3 C + 3 float64 in the forward and, if any rank's input needs a
-        gradient, one of 2 C in the backward, for C channels.
+    Cost: an all-reduce of 3 C + 3 float64 numbers for C channels in the forward and, if any rank's
+        input needs a gradient, of 2 C in the backward.
 
     Raises:
-        ShapeError: the input has fewer than 2 dims, or another number of channels.
-        GradientError: in the backward: another rank ran the forward so that it has no backward,
-            under ``no_grad`` say, while this rank needs its part.
+        ShapeError: the input has fewer than 2 dimensions, or a different number of channels.
+        GradientError: in the backward, if another rank's forward has no backward (for example,
+            under ``no_grad``) while this rank needs it.
 
     Example:
         >>> import meshdist as md, torch
@@ -80,8 +78,7 @@ class SyncBatchNorm(_BatchNorm):
         [tensor([-1., -1.]), tensor([1., 1.])]
 
     Source: Ioffe and Szegedy, "Batch Normalization" (2015); Chan, Golub and LeVeque, "Updating
-        Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
-    """
+        Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979)."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
     ) -> None:
         if process_group is not None and not isinstance(process_group, DeviceMesh):
-            resolve_group(process_group)  # refuses what is no group
+            resolve_group(process_group)  # raises if it is not a group
         super().__init__(
             num_features,
             eps,
@@ -107,12 +104,12 @@ class SyncBatchNorm(_BatchNorm):
             device=device,
             dtype=dtype,
         )
-        if not bias:  # torch 2.11's own takes no such argument
+        if not bias:  # torch 2.11 has no such argument
             self.register_parameter("bias", None)
         self.process_group = process_group
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize ``input``, of shape (N, C, ...); collective while the module trains."""
+        """Normalize ``input``, of shape (N, C, ...); collective in training mode."""
         self._check_input_dim(input)
         momentum = self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -134,19 +131,19 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: GroupLike = None
     ) -> nn.Module:
-        """Replace each batch norm inside ``module`` by one over ``process_group``.
+        """Replace each batch norm inside ``module`` by a SyncBatchNorm over ``process_group``.
 
         Args:
-            module: of any type; changed in place. ``BatchNorm1d``, 2d and 3d, torch's own
-                SyncBatchNorm and ours are replaced by modules with their parameters, buffers, mode
-                and ``qconfig``.
+            module: changed in place: ``BatchNorm1d``, 2d and 3d, and SyncBatchNorm of torch and of
+                meshdist are replaced; parameters, buffers, mode and ``qconfig`` are kept.
             process_group: as for ``SyncBatchNorm``.
 
         Returns:
-            ``module``; a new module where it is a batch norm itself.
+            ``module``; a new module if ``module`` is a batch norm.
 
         Raises:
-            KindError: ``module`` is no module. ArgumentError: a lazy module has no shape yet.
+            KindError: ``module`` is not a module.
+            ArgumentError: a lazy module has no shape yet.
 
         Example:
             >>> import meshdist as md
@@ -157,9 +154,9 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not isinstance(module, nn.Module):
             raise KindError(
-                f"convert_sync_batchnorm was given an object of type {type(module).__name__}",
-                expected="a torch.nn.Module with batch norms inside",
-                fix="pass the model, and keep what comes back: "
+                f"convert_sync_batchnorm() requires a module, not a {type(module).__name__}",
+                expected="a torch.nn.Module",
+                fix="pass the model, and use the returned module: "
                 "net = SyncBatchNorm.convert_sync_batchnorm(net)",
             )
         converted = module
@@ -173,9 +170,9 @@ class SyncBatchNorm(_BatchNorm):
     def _made_of(cls, module: _BatchNorm, process_group: Any) -> SyncBatchNorm:
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
             raise ArgumentError(
-                f"{type(module).__name__} has no shape yet",
-                expected="batch norms that are initialized",
-                fix="run one forward on the module before it is converted",
+                f"convert_sync_batchnorm() cannot convert an uninitialized {type(module).__name__}",
+                expected="batch norms whose parameters are initialized",
+                fix="run one forward of the module before you convert it",
             )
         made = cls(
             module.num_features,
@@ -188,29 +185,32 @@ class SyncBatchNorm(_BatchNorm):
         )
         estimates = ("running_mean", "running_var", "num_batches_tracked")
         for name in ("weight", "bias", *estimates, "training", "qconfig"):
-            if hasattr(module, name):  # the last is seldom there
+            if hasattr(module, name):  # ``qconfig`` rarely exists
                 setattr(made, name, getattr(module, name))
         return made
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features or self.num_features == 0:
             raise ShapeError(
-                f"SyncBatchNorm of {self.num_features} channels cannot take an input of shape "
+                f"SyncBatchNorm({self.num_features}) cannot normalize an input of shape "
                 f"{tuple(input.shape)}",
-                expected=f"at least 2 dims, {self.num_features or 'some'} channels in dim 1",
-                fix="pass (0, C, ...) on a rank that has no data" if input.dim() < 2 else None,
+                expected=f"at least 2 dimensions, of size {self.num_features or 'above 0'} in "
+                "dimension 1",
+                fix="pass an input of shape (N, C, ...); on a rank without data, of shape (0, C, "
+                "...)"
+                if input.dim() < 2
+                else "pass num_features=C to SyncBatchNorm for inputs of shape (N, C, ...)",
             )
 
     @untraced
     def _find_group(self) -> ProcessGroup | None:
-        """Return the group to synchronise over; None without a world, or if it has one member."""
+        """Return the group to synchronize; None without a world or other ranks."""
         if self.process_group is None and find_world() is None and find_unjoined_place() is None:
             return None
         group = resolve_group(self.process_group)
         return group if group.size() > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Return a copy over the same group."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         memo[id(self.process_group)] = self.process_group
@@ -225,7 +225,7 @@ def _normalize(
     momentum: float,
     group: ProcessGroup,
 ) -> torch.Tensor:
-    """Return the group's batch norm of ``x`` with weight and bias; update the running estimates."""
+    """Return the group's batch norm of ``x``; update the running estimates."""
     weight, bias, tracks = module.weight, module.bias, module.track_running_stats
     has_backward = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
@@ -235,7 +235,7 @@ def _normalize(
     )
     made_equal(group, count, mean, squares)
     with torch.no_grad():
-        # Without values there is no mean, and of a single value no unbiased variance.
+        # A mean needs one value, an unbiased variance two.
         for running, new, least in (
             (module.running_mean, mean, 1),
             (module.running_var, squares / (count - 1).clamp(min=1), 2),
@@ -247,7 +247,7 @@ def _normalize(
 
 
 class _Normalization(torch.autograd.Function):
-    """The autograd function of synchronised batch norm: an all-reduce each way."""
+    """The autograd function of synchronized batch norm."""
 
     @staticmethod
     def forward(
@@ -259,7 +259,7 @@ class _Normalization(torch.autograd.Function):
         has_backward: bool,
         group: ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (result, values per channel, means, sums of squared distances) of the group."""
+        """Return the group's (result, values per channel, means, sums of squared distances)."""
         wide = x.to(_wide_dtype(x.dtype))
         near = wide.mean(_channel_dims(wide)) if wide.numel() else wide.new_zeros(wide.shape[1])
         centred = wide - _by_channel(near, wide)
@@ -271,7 +271,7 @@ class _Normalization(torch.autograd.Function):
         all_reduce(sums, group=group)
         count, mean, squares = _combined(sums)
         inverse = (squares / count.clamp(min=1) + eps).rsqrt()
-        # The distances from the mean, made of small numbers: input times scale could be large.
+        # Use the distances from the mean, which are small: input times scale could be large.
         scale = inverse if weight is None else inverse * weight
         offset = (near - mean) * scale
         if bias is not None:
@@ -297,7 +297,7 @@ class _Normalization(torch.autograd.Function):
         centred = wide - _by_channel(near, wide)
         dims = _channel_dims(wide)
         summed = grad.sum(dims, dtype=wide.dtype).to(mean.dtype)
-        # Sums of grad times the distance from the mean, of which ``near`` is a rounding.
+        # Sums of grad times the distance from the mean, which ``near`` approximates.
         moment = (grad * centred).sum(dims).to(mean.dtype) + (near - mean) * summed
         grad_x = grad_weight = grad_bias = None
         if needs_weight:
@@ -305,7 +305,7 @@ class _Normalization(torch.autograd.Function):
         if needs_bias:
             grad_bias = summed.to(bias.dtype)
         flags = ctx.reader.take()
-        if flags is not None:  # they are kept for a second backward of one forward
+        if flags is not None:  # kept for a second backward of the same forward
             ctx.flags = flags.tolist()
         if _is_exchanged(ctx.flags, ctx.group):
             sums = torch.cat([summed, moment])
@@ -325,19 +325,19 @@ def _is_exchanged(flags: list[float] | None, group: ProcessGroup) -> bool:
     """Return whether any rank's input needs a gradient; raise if some ranks have no backward.
 
     Args:
-        flags: how many ranks need it, and have no backward; None if unknown, which gives True.
+        flags: how many ranks need it, and have no backward; None if unknown.
     """
-    if flags is None:  # unknown on every rank, while a graph is captured
+    if flags is None:  # unknown on every rank during a graph capture
         return True
     num_needing, num_without = flags
     if num_needing and num_without:
         raise GradientError(
-            f"SyncBatchNorm: {num_without:.0f} of {group.size()} ranks have no backward of this "
-            "forward",
+            f"SyncBatchNorm: the forward of {num_without:.0f} of {group.size()} ranks has no "
+            "backward",
             where=f"rank {group.world.rank}, {group.group_name}",
-            expected="every rank's part of the gradients of mean and variance",
-            fix="run the forward on every rank with gradients on, or on every rank under "
-            "torch.no_grad(); without weights, let each rank's input require a gradient",
+            expected="a backward on every rank, for the gradients of mean and variance",
+            fix="run the forward with gradients enabled on every rank, or under torch.no_grad() on "
+            "every rank; if the norm has no weights, make every rank's input require a gradient",
         )
     return num_needing > 0
 
@@ -347,12 +347,11 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _channel_dims(x: torch.Tensor) -> list[int]:
-    """Return all dims but dim 1, the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return one value per channel reshaped to broadcast to ``x``, in the dtype of ``x``."""
+    """Return values per channel, reshaped to broadcast to ``x``, in its dtype."""
     return values.to(x.dtype).view(-1, *(1 for _ in range(x.dim() - 2)))
 
 
@@ -361,13 +360,13 @@ def _local_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return means and sums of squared distances per channel; ``centred`` is ``x - near``."""
     count = max(centred.numel() // centred.shape[1], 1)
-    rest = centred.sum(_channel_dims(centred)).double()  # what the rounding of ``near`` cut off
+    rest = centred.sum(_channel_dims(centred)).double()  # the rounding error of ``near``
     squares = centred.square().sum(_channel_dims(centred)).double()
     return near.double() + rest / count, (squares - rest.square() / count).clamp(min=0)
 
 
 def _combined(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return count, means and sums of squared distances of all ranks, from their summed values."""
+    """Return count, means and sums of squared distances of all ranks, from their sums."""
     count = sums[_NUM_FLAGS]
     first, second, squares = sums[_NUM_FLAGS + 1 :].chunk(3)
     mean = first / count.clamp(min=1)

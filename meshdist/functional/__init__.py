@@ -1,1 +1,1 @@
-"""Verbs that return new tensors, beside their transposes."""
+"""Collectives that return new tensors, with their derivatives."""

@@ -1,14 +1,14 @@
-"""The common part of verbs that are linear, as autograd Functions in the form of torch.func.
+"""Define linear collectives as autograd Functions that support torch.func.
 
-A dim is cut into a block for each member of a group, and blocks are joined again; nothing is sent.
-Blocks are a tensor whose dim 0 counts the members. *Tiled*, a dim of k n is k blocks of n, and the
-result has as many dims; else a dim of k is k blocks without it.
+``cut`` splits a dim into blocks, stacked in dim 0 with an index per rank, and ``stack_blocks``
+joins them, both without communication. If *tiled*, a dim of size k n becomes k blocks of size n;
+otherwise a dim of size k becomes k blocks without the dim.
 
-A wrapper that averages over ranks which have made a loss together divides by their number once
-more. So verbs with an invariant result keep the line of their call where there is a wrapper, and
-the first such verb that a backward comes to is noted; the wrapper warns when that backward has
-ended, be the verb behind the model or in it, as in a batch norm by hand. In ``pvary(pmean(x))`` the
-backward comes first to the cast, whose sum makes up for the mean: the wrapper does not warn.
+If ranks compute a loss together, a wrapper that averages over them divides once too often. So if a
+wrapper exists, collectives with an invariant result store their program line, and a backward
+records the first that it reaches, also inside the model, as in a batch norm. The wrapper warns at
+the end. It does not warn for ``pvary(pmean(x))``: the backward first reaches the cast, whose sum
+compensates for the mean.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd import Function
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..arrays import describe
-from ..checking.program import call_site, show_site
+from ..checking.call_sites import call_site, show_site
 from ..collectives.torch_private import call_function
 from ..errors import ShapeError
 from ..groups.process_group import ProcessGroup
@@ -34,34 +34,35 @@ def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
 
 
 def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
-    """Store in the world the line of the verb that a backward reaches first, "" if ``is_sum``."""
+    """Store the line of the first collective that a backward reaches, "" if ``is_sum``."""
     world = group.world
     if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
         world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
 
 
-def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
-    """Return a dim as a number from 0; negative dims count from the end; or raise."""
+def get_dim(given: Any, num_dims: int, argument: str, operation: str) -> int:
+    """Return a dim as a number from 0 (negative dims count from the end), or raise."""
     dim = given
     if type(given) is not int:
-        dim = get_whole_number(given, f"{verb}: {argument}", expected="a dim")
+        dim = get_integer(given, f"{operation}: {argument}", expected="a dim")
     if not -num_dims <= dim < num_dims:
         raise ShapeError(
-            f"{verb}: {argument}={dim} is no dim of a tensor of {num_dims}",
+            f"{operation}: {argument}={dim} is out of range for a tensor of {num_dims} dimensions",
             expected=f"a number from {-num_dims} to {num_dims - 1}"
             if num_dims
-            else "an array of one dim at least",
+            else "an array with at least one dimension",
+            fix=f"pass {argument} in this range" if num_dims else "pass x.reshape(1)",
         )
     return dim % num_dims  # type: ignore[no-any-return]
 
 
 def cut(
-    x: torch.Tensor, dim: int, group: ProcessGroup, verb: str, argument: str, *, tiled: bool
+    x: torch.Tensor, dim: int, group: ProcessGroup, operation: str, argument: str, *, tiled: bool
 ) -> torch.Tensor:
-    """Return ``x`` cut along ``dim`` into a block per member, stacked in dim 0; or raise.
+    """Return ``x`` split along ``dim`` into a block per rank, stacked in dim 0; or raise.
 
     Args:
-        tiled: whether the dim is split; else it counts the members, and goes.
+        tiled: keep the dim in the blocks; else its size must be the number of ranks.
     """
     length, size = x.shape[dim], group.size()
     if length % size if tiled else length != size:
@@ -70,18 +71,18 @@ def cut(
             for other, its_length in enumerate(x.shape)
             if other != dim and not (its_length % size if tiled else its_length != size)
         ]
-        fix = f"pad dim {dim} to {-(-length // size) * size}" if tiled else None
+        fix = f"pad dimension {dim} to {-(-length // size) * size}" if tiled else None
         if others:
-            fits = f"{argument}={others[0]} fits"
-            fix = f"{fix}; {fits}" if fix else fits
+            fits = f"pass {argument}={others[0]}"
+            fix = f"{fix}, or {fits}" if fix else fits
         elif not tiled and length % size == 0:
-            fix = "tiled=True cuts it into equal blocks"
+            fix = "pass tiled=True to split it into equal blocks"
         raise ShapeError(
-            f"{verb} cannot cut dim {dim} of size {length} into {size} "
+            f"{operation} cannot split dimension {dim} of size {length} into {size} "
             + ("equal blocks" if tiled else "blocks of one index each"),
             where=f"rank {group.world.rank}, {group.name}; argument x, {describe(x)}",
             expected=f"x.shape[{dim}] "
-            + (f"a multiple of {size}" if tiled else f"equal to {size}")
+            + (f"divisible by {size}" if tiled else f"equal to {size}")
             + ", the number of ranks",
             fix=fix,
         )
@@ -91,18 +92,18 @@ def cut(
 
 
 def stack_blocks(blocks: torch.Tensor, dim: int, *, tiled: bool) -> torch.Tensor:
-    """Return dim 0's blocks joined along ``dim``, if not ``tiled`` as a new dim; undoes ``cut``."""
+    """Join the blocks of dim 0 along ``dim``, a new dim unless ``tiled``; reverses ``cut``."""
     if dim:
         blocks = blocks.movedim(0, dim)
     return blocks.flatten(dim, dim + 1) if tiled else blocks
 
 
 class LinearFunction(Function):
-    """A linear verb on a tensor, whose forward derivative is the verb itself.
+    """A linear collective on a tensor, its own forward derivative.
 
     Attributes:
-        takes_blocks, gives_blocks: whether dim 0 of the argument, of the result, counts the group's
-            members. The dim of a batch then stands behind it.
+        takes_blocks, gives_blocks: whether dim 0 of the argument, or result, counts the ranks; a
+            batch dim is then second.
     """
 
     # Subclasses have `forward(x, *rest)`, and `backward(ctx, grad)`, which finds them in ctx.rest.
@@ -126,7 +127,6 @@ class LinearFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store all arguments but the tensor on the node, and the line of the call."""
         ctx.rest = inputs[1:]
         if inputs[0].requires_grad:
             keep_line(ctx, *inputs[:2])

@@ -1,1 +1,1 @@
-"""Groups: ordered sets of ranks that communicate, and what goes wrong between them."""
+"""Groups: ordered sets of ranks that communicate, and the diagnosis of their failures."""

@@ -1,16 +1,14 @@
-"""Members compare what they are about to make before anything is opened.
+"""Agree on the definition of a group or mesh before its communicators open.
 
-Every member counts itself in the store, under a digest of its definition, and waits for one key,
-the outcome, which the last member writes. Where digests differ, that member reads the definitions,
-and every member raises the same error, which shows both. While members wait, the first to come look
-for those that are missing, more and more seldom: a member that has ended can never come, and the
-outcome says so. A member makes equally many requests whatever the number of members, but for the
-few that look, and the last, which reads what differs.
-Members that wait for each other in different agreements wait until their timeouts: each error shows
-what its rank makes, and at which line of the program the missing ranks are.
+Every member counts itself in the store under a digest of its definition and waits for one key, the
+outcome, which the last member writes. If digests differ, the last member reads the definitions, and
+all raise the same error, which shows both. The first members to wait look for missing members, ever
+less often, and write an exit as the outcome. The other members' numbers of requests do not depend
+on the group's size. Members that wait in different agreements time out; each error shows the
+definition and the missing ranks' source lines.
 
-Drawn case: ranks 0 and 2 make a mesh of size 3, rank 1 by mistake one of size 4. Their definitions
-have the digests A and B. Keys stand below the agreement's name; time goes down:
+Worked example: ranks 0 and 2 create a mesh of size 3; rank 1 passes size 4 by mistake. Their
+definitions have the digests A and B. Keys have the agreement's name as prefix; time runs downwards:
 
     rank 0                     rank 1                     rank 2
     A/0.0 += 0b001: 001
@@ -22,13 +20,13 @@ have the digests A and B. Keys stand below the agreement's name; time goes down:
          |                          |                     digests: A and B: reads all below both
     outcome, raises            outcome, raises       <--  writes outcome: differ; raises
 
-With one digest the outcome is "agreed", and nothing below it is read. Were rank 1 missing, 101
-would show that to ranks 0 and 2, which wait, and the first of them looks why it does not come.
+With one digest the outcome is "agreed", and no member reads definitions. If rank 1 were missing,
+101 would show that, and the first waiting rank would look for the reason.
 
     >>> import meshdist as md; from ..bootstrap.world import find_world
     >>> def program():
     ...     world, mesh = find_world(), {"text": "a mesh", "size": 4 if md.get_rank() == 1 else 3}
-    ...     with suppress(AgreementError):
+    ...     with suppress(MismatchError):
     ...         Agreements(world, Endings(world)).agree((0, 1, 2), "mesh", mesh, timedelta(1))
     ...     found = {key: world.store.peek(key) for key in world.store.list_keys()}
     ...     return [found[key] for key in found if key.endswith(("/0.0", "/came", "/outcome"))]
@@ -47,21 +45,26 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..bootstrap.bounded_store import await_key, find_value, parse_value, within
-from ..bootstrap.head_counts import HeadCount, digest_of, digest_of_ranks, head_count_of
+from ..backends.registry import lack_error
+from ..backends.simulated.store import SimulatedStore
+from ..bootstrap.arrival_counters import (
+    ArrivalCounter,
+    arrival_counter_of,
+    digest_of,
+    digest_of_ranks,
+)
+from ..bootstrap.timeout_store import await_key, find_value, parse_value, within
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
 from ..errors import (
-    AgreementError,
     BackendError,
     CollectiveTimeoutError,
     MeshdistError,
+    MismatchError,
     StoreError,
 )
 from ..runtime.deadlines import Deadline, Looks
-from ..wires.registry import lack_error
-from ..wires.simulated.store import SimulatedStore
-from .signals import Endings, ask, last_call_text
+from .control_messages import Endings, ask, last_call_text
 
 __all__ = ["NO_OFFERS", "Agreement", "Agreements", "Offers"]
 
@@ -69,21 +72,21 @@ Offers: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]
 """The labels of communicators, by slot, each with the ranks of the slot's group."""
 NO_OFFERS: Offers = {}
 _MOST_MISSING = 8
-"""Of how many missing members a look at all asks more: each costs a request or two."""
+"""How many missing members to check at most, at one or two requests each."""
 _TELLING_S = 5.0
-"""How long the first member that gives up may take to tell the others what is missing."""
+"""How long the first member that times out may take to report the missing ranks."""
 _MOST_ENDS = 8
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of an agreement: the communicators that its members may share and have opened.
+    """The result of an agreement: shared or opened communicators.
 
     Args:
-        name: its name in the store, equal on all members, and no other agreement's.
-        shared: ``{slot: label}`` of communicators that all ranks of a group have open; a slot is
-            the text under which each of these ranks has offered its communicator.
-        opened: the communicators that this rank has opened since, for a group of this agreement.
+        name: Unique in the store, equal on all members.
+        shared: ``{slot: label}`` of communicators that all ranks of a group have open; each rank
+            offered its communicator under the slot.
+        opened: This rank's communicators for this agreement.
     """
 
     name: str
@@ -92,17 +95,17 @@ class Agreement:
     opened: list[Any] = field(default_factory=list)
 
     def label_for(self, ranks: Sequence[int], slot: str) -> str:
-        """Return a communicator's label: that shared under ``slot``, else a new label."""
-        # All of them may still have a communicator of these ranks open: then they share it.
+        """Return the label shared under ``slot``, or a new label."""
+        # If all members still have a communicator of these ranks open, they share it.
         return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Agreements:
-    """Maker of agreements between this rank and other ranks of ``world``.
+    """Factory of this rank's agreements with ranks of ``world``.
 
     Args:
-        endings: knows which ranks have ended.
+        endings: Exited ranks.
     """
 
     world: World
@@ -119,23 +122,23 @@ class Agreements:
         ends: Offers = NO_OFFERS,
         lack: str = "",
     ) -> Agreement:
-        """Return the Agreement once all ``ranks`` have called with an equal ``definition``.
+        """Return the Agreement once all ``ranks`` have passed an equal ``definition``.
 
         Args:
-            kind: what is being made, for messages and keys ("mesh", "group").
-            definition: plain values; its "text" entry is shown where members differ.
-            offers: the communicators that this rank could share; may differ between members.
-            ends: those that it could close, of which it offers a few, as others do.
-            lack: why this process cannot open what is made, or ""; then no member opens anything.
+            kind: "mesh" or "group", for messages and keys.
+            definition: Plain values; errors show its "text" entry.
+            offers: Communicators that this rank could share; may differ between members.
+            ends: Communicators that it could close, of which it offers a few.
+            lack: The reason why this process cannot open the group, so that no member does; or "".
 
         Raises:
-            AgreementError: the definitions differ.
-            BackendError: a member that did not come has ended, or a member has a lack.
-            CollectiveTimeoutError: a member did not come; the text names it.
+            MismatchError: The definitions differ.
+            BackendError: A missing member has exited, or a member has a lack.
+            CollectiveTimeoutError: A member is late; the text names it.
         """
         world, members = self.world, tuple(sorted(ranks))
         name = f"agree/{kind}/{digest_of_ranks(members)}/{world.next_number((kind, members))}"
-        # Each agreement takes others, and all members the same where they have the same.
+        # The choice depends on the agreement's name, so that members choose the same ones.
         some = sorted(ends, key=lambda slot: digest_of(f"{name} {slot}"))[:_MOST_ENDS]
         offers = {**offers, **{slot: ends[slot] for slot in some}}
         shared = {slot: label for slot, (label, _) in offers.items()}
@@ -165,7 +168,7 @@ class Agreements:
 
 @dataclass(eq=False)
 class _PendingAgreement:
-    """Part of this rank in an agreement: its counts in the store, its wait, and the outcome."""
+    """State of this rank in an agreement."""
 
     # The keys below its ``name``: ``DIGEST/...`` counts members by definition, ``came`` all of
     # them; ``DIGEST/about`` is a definition, ``digest/NUMBER`` lists the digests; ``outcome``.
@@ -185,13 +188,13 @@ class _PendingAgreement:
         self._whom = f"{self._text}, for {ranks_text(self.members)}"
         self._about = json.dumps(self.definition)
         self._digest = digest_of(self._about)
-        self._all = head_count_of(self.members, self.world.hosts)
+        self._all = arrival_counter_of(self.members, self.world.hosts)
         self._block = self._all.block_of(self._rank)
         self._is_last = False
-        self._looks: dict[HeadCount, Looks] = {}
+        self._looks: dict[ArrivalCounter, Looks] = {}
 
     def come(self, offer_keys: Iterable[str], lack: str) -> None:
-        """Store any ``lack``, count ``offer_keys`` and this rank; the last writes the outcome."""
+        """Store any ``lack``; count ``offer_keys`` and this rank; the last writes the outcome."""
         store, name, below = self._store, self.name, f"{self.name}/{self._digest}"
         if lack:
             store.set(f"{name}/lack/{self._rank}", lack)
@@ -206,15 +209,14 @@ class _PendingAgreement:
         self._is_last = number == size and self._is_first_to("conclude")
         if self._is_last:
             self._conclude()
-        # The first member of a block looks for those of its block, the first of all for all.
+        # The first member of a block looks for the block's members, the first of all for all.
         self._looks = {self._block: Looks(size, place), self._all: Looks(size, number)}
 
     def _is_first_to(self, end: str) -> bool:
-        """Store ``end`` as claim to the outcome if none is; return whether ``end`` is stored."""
+        """Claim the right to write the outcome as ``end``; return whether this succeeded."""
         return self._store.compare_set(f"{self.name}/end", "", end) == end.encode()
 
     def _conclude(self) -> None:
-        """Write the outcome once all came: they agree, differ, or some cannot open what is made."""
         name, found = self.name, dict[int, dict[str, Any]]()
         digests = self._digests()
         for digest in digests if len(digests) > 1 else ():
@@ -230,12 +232,11 @@ class _PendingAgreement:
         self._decide("lack" if lacks else "agreed", found=grouped_text(lacks))
 
     def _decide(self, how: str, **more: Any) -> None:
-        """Write ``how`` and ``more`` as this agreement's outcome, if it has none."""
         text = json.dumps({"how": how, "by": self._rank, **more})
         self._store.compare_set(f"{self.name}/outcome", "", text)
 
     def await_outcome(self) -> None:
-        """Wait until an outcome is written; write it if members are missing at the deadline."""
+        """Wait for the outcome; write it if members are missing at the deadline."""
         store, key = self._store, f"{self.name}/outcome"
         if self._is_last:
             return
@@ -244,20 +245,21 @@ class _PendingAgreement:
             return
         if await_key(store, key, self.deadline, self._look):
             return
-        # In few words first: a member that comes now must not go on alone.
+        # Claim the outcome first, so that a member that arrives now does not continue alone.
         is_mine = self._is_first_to(f"give up by {self._rank}")
         if not is_mine and await_key(store, key, Deadline(_TELLING_S)):
             return
         if not (missing := self._find_missing(self._all)):
             self._conclude()
             return
-        texts = dict.fromkeys(missing, "gives no answer; it has not opened a group, or has ended")
+        unknown = "does not respond: it has not opened a group yet, or has exited"
+        texts = dict.fromkeys(missing, unknown)
         answers = ask(self.world, tuple(missing))
         texts |= {rank: last_call_text(it).removeprefix("last ") for rank, it in answers.items()}
         self._decide("late", missing=missing, found=grouped_text(texts.items()))
 
     def leave(self, error: BaseException) -> None:
-        """Write the outcome that ``error`` ended this rank's wait, unless the store is lost."""
+        """Write ``error`` as the outcome, unless the store is lost."""
         if isinstance(self._store, SimulatedStore):  # its ranks end together
             return
         if isinstance(error, StoreError):
@@ -268,32 +270,32 @@ class _PendingAgreement:
             self._decide("left", missing=[self._rank], found=why)
 
     def _look(self) -> None:
-        """Seek missing members when it is time."""
+        """Look for missing members when due."""
         for counted, looks in self._looks.items():
             looks.take(partial(self._look_at, counted))
 
-    def _look_at(self, counted: HeadCount) -> None:
-        """Write the outcome if all members came, or some of those in ``counted`` never can."""
+    def _look_at(self, counted: ArrivalCounter) -> None:
+        """Write the outcome if all members arrived or one of ``counted`` has exited."""
         missing = self._find_missing(counted, most=_MOST_MISSING)
         if not missing and counted is self._all:  # the last may have ended before it concluded
             self._conclude()
             return
         if self.endings.find_all(missing):
             ended = self.endings.find_all(self._find_missing(counted))
-            # In this order: a member may come and end meanwhile.
+            # Count after looking for exits: a member may arrive and exit in between.
             if lost := self._find_missing(counted, ended):
                 found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
                 self._decide("ended", missing=lost, found=found)
 
     def _find_missing(
-        self, counted: HeadCount, among: Collection[int] | None = None, most: float = math.inf
+        self, counted: ArrivalCounter, among: Collection[int] | None = None, most: float = math.inf
     ) -> list[int]:
-        """Return ``counted.find_absent`` by this agreement's keys: the ranks that have not come."""
+        """Return ``counted``'s ranks that have not arrived."""
         keys = [f"{self.name}/{digest}" for digest in self._digests()]
         return counted.find_absent(self._read, keys, among, most)
 
     def raise_unless_agreed(self) -> None:
-        """Read the outcome from the store, and raise its error unless it is "agreed"."""
+        """Raise the outcome's error unless it is "agreed"."""
         key, kind, rank = f"{self.name}/outcome", self.kind, self._rank
         outcome = parse_value(key, self._peek(key) or b"", _parse_outcome)
         how, found, missing = outcome["how"], outcome["found"], outcome["missing"]
@@ -302,35 +304,36 @@ class _PendingAgreement:
         where, same = f"rank {rank}, {self._whom}", f"the same call on {ranks_text(self.members)}"
         seconds = f"{self.timeout.total_seconds():g} s"
         if how == "differ":
-            raise AgreementError(
+            raise MismatchError(
                 f"the ranks do not define the same {kind}",
                 where=f"rank {rank}, among {ranks_text(self.members)}",
-                expected=f"one and the same {kind} on every rank",
+                expected=f"the same {kind} on every rank",
                 found=found,
-                fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
+                fix=f"create the {kind} with the same arguments on all of its ranks, "
+                "in the same order",
             )
         if how == "lack":
             raise lack_error(self._rank, self._text, self.members, found)
         them = ranks_text(missing)
         kind_of_error: type[MeshdistError] = CollectiveTimeoutError
         if how == "ended":
-            summary, kind_of_error = f"{them} cannot come to make a {kind}", BackendError
-            fix = f"look at what ended {them}; make it on the ranks that are left"
+            summary, kind_of_error = f"{them} left before creating a {kind}", BackendError
+            fix = f"check why {them} left, or create it with the remaining ranks"
         elif how == "left":
-            summary, kind_of_error = f"{them} has given up to make a {kind}", BackendError
-            fix = f"look at what interrupted {them}; make it again on all of them"
+            summary, kind_of_error = f"{them} was interrupted while creating a {kind}", BackendError
+            fix = f"check what interrupted {them}, and create it again on all ranks"
         elif rank in missing:
-            summary = f"others gave up to wait before rank {rank} came to make a {kind}"
+            summary = f"the other ranks timed out before rank {rank} started to create a {kind}"
             same = f"{same}, at about the same time"
-            fix = f"look at what kept rank {rank}, or raise the timeout"
+            fix = f"check what delayed rank {rank}, or pass a longer timeout"
             found = f"rank {outcome['by']} waited {seconds} for {self._text}"
         else:
-            summary = f"{them} did not come within {seconds} to make a {kind}"
-            fix = f"look at what {them} does instead, or raise the timeout"
+            summary = f"{them} did not arrive within {seconds} to create a {kind}"
+            fix = f"check what {them} does instead, or pass a longer timeout"
         raise kind_of_error(summary, where=where, expected=same, found=found, fix=fix)
 
     def _peek(self, key: str) -> bytes | None:
-        """Return the value of ``key``, or None, without a wait or a switch of simulated ranks."""
+        """Return the value of ``key``, or None, without waiting or switching simulated ranks."""
         store = self._store
         return store.peek(key) if isinstance(store, SimulatedStore) else find_value(store, key)
 
@@ -338,20 +341,20 @@ class _PendingAgreement:
         return parse_value(key, self._peek(key) or b"0", int)
 
     def _digests(self) -> list[str]:
-        """Return the digests of the definitions stored so far: this rank's, and any others."""
+        """Return the digests of all stored definitions."""
         keys = [f"{self.name}/digest/{k + 1}" for k in range(self._read(f"{self.name}/digests"))]
         if len(keys) < 2:
             return [self._digest]
         return [value.decode() for key in keys if (value := self._peek(key)) is not None]
 
     def _read_about(self, digest: str) -> dict[str, Any]:
-        """Return the definition with ``digest``, read from the store; or raise."""
+        """Return the stored definition with ``digest``, or raise."""
         key = f"{self.name}/{digest}/about"
         return parse_value(key, self._peek(key) or b"", lambda it: {**it, "text": str(it["text"])})
 
 
 def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an outcome, read from JSON, as checked fields; raise if some are missing or wrong."""
+    """Parse an outcome's JSON into checked fields; raise if some are missing or wrong."""
     return {
         "how": str(value["how"]),
         "by": int(value["by"]),
@@ -361,7 +364,7 @@ def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:
-    """Return a line per distinct definition: ranks, text, and entries that are not equal on all."""
+    """Return a line per distinct definition, with the differing entries."""
     keys = sorted({key for definition in definitions for key in definition} - {"text"})
     differing = [k for k in keys if len({json.dumps(d.get(k)) for d in definitions}) > 1]
     lines = []

@@ -1,13 +1,11 @@
-"""The communicators that this rank has open in its world, shared where equal.
+"""Track this rank's open communicators, and share them between equal groups.
 
-Two groups with equal ranks in equal order, on the same wire with the same options, use one
-communicator; private groups never share. Whether it can be shared depends on all members, since
-any of them may have closed it, or seen it fail, before the others: each offers what it has when
-they agree on what they make, and the agreement gives the communicator its label.
+Groups with equal ranks, order, backend and options share a communicator; private groups never
+share. A member may have closed it or seen it fail before the others, so each member offers its
+communicators in the agreement, which assigns the label.
 
-Groups that the program drops are collected at any time, on other ranks later or never. So what
-they have open stays until all of its members close it at once:
-when they agree on something else, and all of them offer its end.
+Garbage collection drops groups at different times on different ranks, so communicators stay open
+until all members offer to close them in a later agreement.
 """
 
 from __future__ import annotations
@@ -24,14 +22,17 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-from ..bootstrap.bounded_store import find_value, read_json, read_number, within
+from ..backends.communicator import Communicator
+from ..backends.registry import BackendType, Opening
+from ..bootstrap.timeout_store import find_value, read_json, read_number, within
 from ..bootstrap.world import World
-from ..checking.header_table import CHECK_EVERY, HeaderTable
-from ..checking.program import find_place, stack_text
+from ..checking.call_sites import find_place, stack_text
+from ..checking.fingerprint_table import CHECK_EVERY, FingerprintTable
 from ..checking.recorder import Recorder
 from ..errors import MeshdistError, StoreError
-from ..launching.questions import Answerer
+from ..launching.stack_dump import StackDumper
 from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.fork_safe_locks import ForkSafeLock
 from ..runtime.hosts import (
     DESTROYED,
     call_at_end,
@@ -41,23 +42,20 @@ from ..runtime.hosts import (
     find_last_exception,
     is_ending_by_exception,
 )
-from ..runtime.module_locks import ModuleLock
-from ..wires.communicator import Communicator
-from ..wires.registry import Opening, Wire
 from .agreement import NO_OFFERS, Agreement, Agreements, Offers
+from .control_messages import ControlReply, ControlThread, Endings, post, receipts_key
 from .host_comparison import (
     DISAGREEMENT,
-    HeaderTables,
+    FingerprintTables,
     HostComparison,
     parse_abort,
     parse_disagreement,
     reason_of,
 )
-from .presence import Presence, key_of_opened
-from .signals import Endings, SignalReply, SignalThread, post, receipts_key
+from .liveness import Liveness, key_of_opened
 
 _log = logging.getLogger("meshdist.groups")
-_making = ModuleLock()
+_making = ForkSafeLock()
 _PATIENCE = timedelta(seconds=5)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
@@ -66,15 +64,16 @@ _LAST = timedelta(seconds=2)
 
 @dataclass(eq=False)
 class OpenCommunicator:
-    """A communicator, its label (equal on all members), and the groups that use it."""
+    """An open communicator, its label (equal on all members) and its groups."""
 
     label: str
     communicator: Communicator
     recorder: Recorder
     aborts: dict[str, dict[str, Any]]
-    header_table: HeaderTable | None = None
+    fingerprint_table: FingerprintTable | None = None
     spans_hosts: bool = False
-    sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
+    # whether every member sees all members' calls; equal on all of them
+    sees_all_calls: bool = False
     options: Any = None  # kept, since equal options are known by their identity
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
     users: dict[int, Callable[[], Any]] = field(default_factory=dict)
@@ -87,67 +86,67 @@ class OpenCommunicator:
 
     @property
     def is_in_use(self) -> bool:
-        """Return whether the program still holds a group that uses this communicator."""
+        """Return whether the program still holds a group of this communicator."""
         return any(isinstance(refer, ref) for refer in list(self.users.values()))
 
     def leave(self) -> None:
-        """Announce to the other members that this process exits normally."""
+        """Announce this process's normal exit to the other members."""
         self.communicator.leave()
-        if self.header_table is not None:
-            self.header_table.leave()
+        if self.fingerprint_table is not None:
+            self.fingerprint_table.leave()
 
     def close(self) -> None:
         """Close the communicator and its table."""
         self.is_closed = True
         self.communicator.close()
-        if self.header_table is not None:
-            self.header_table.close()
+        if self.fingerprint_table is not None:
+            self.fingerprint_table.close()
 
 
 class Registry:
-    """The communicators that one rank has open; made on first use and closed with the world."""
+    """Open communicators of a rank, closed with the world."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.aborts: dict[str, dict[str, Any]] = {}
-        """Why a communicator is broken, by label."""
-        self.beside_wires = Recorder()
-        """Calls that go through the store instead of a communicator."""
-        self.header_tables = HeaderTables(world)
+        """The abort message of each unusable communicator, by label."""
+        self.beside_backends = Recorder()
+        """Records calls that use the store instead of a communicator."""
+        self.fingerprint_tables = FingerprintTables(world)
         self.endings = Endings(world)
-        self.presence = Presence(world, self.endings)
+        self.liveness = Liveness(world, self.endings)
         self.look: Callable[[], None] | None = None
-        """The function that the signal thread calls every now and then."""
-        self.wait_notice_s: float | None = None
-        """After how long a wait is told of, in the context that says so; 0 for never."""
+        """The function that the control thread calls regularly."""
+        self.stall_warning_s: float | None = None
+        """The limit of the ``stall_warning`` block; 0 disables the warning."""
         self._agreements = Agreements(world, self.endings)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._num_openings = 0
-        self._signals: SignalThread | None = None
+        self._signals: ControlThread | None = None
 
     def start(self) -> None:
-        """Start this rank's signal thread, and register its end; do nothing on simulated ranks."""
+        """Start this rank's control thread and register its end, except on simulated ranks."""
         world = self.world
         if world.is_simulated:
             return
         if world.has_processes and world.handle is not None:
-            self.endings.announce(words=self.header_tables.make_words())
-            self._answerer = Answerer(self.where)
-            signs = self.header_tables.signs_of_life()
+            self.endings.announce(words=self.fingerprint_tables.make_words())
+            self._answerer = StackDumper(self.where)
+            signs = self.fingerprint_tables.signs_of_life()
             told = self.answer, lambda it: self._abort_here(parse_abort(it)), self._look, signs
-            self._signals = SignalThread(world, world.handle, *told)
-        call_at_end(self._end)  # before that of the signals, which was registered before
+            self._signals = ControlThread(world, world.handle, *told)
+        call_at_end(self._end)  # runs before the signals' handler, which was registered earlier
 
     @contextmanager
     def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
-        """Yield ``Agreements.agree``; then wait for members, close communicators that they dropped.
+        """Yield ``Agreements.agree``; then wait for members, and close dropped communicators.
 
         Args:
-            agreement: already made for what the body opens; its members are awaited as well.
+            agreement: An earlier agreement, whose members are awaited, too.
         """
-        # When all is open this waits shortly for the other members, and longer on the rank whose
-        # process serves the store: a member that ended now would fail others that still connect.
+        # Wait briefly for the other members, and longer on the rank that hosts the store: a member
+        # that exited now would make the others' connects fail.
         made = [] if agreement is None else [agreement]
         leaving: list[OpenCommunicator] = []
 
@@ -166,7 +165,7 @@ class Registry:
             has_failed = False
         finally:
             for each in made:
-                patience = self.presence.patience_of_server() or (
+                patience = self.liveness.patience_of_server() or (
                     _PATIENCE if each.opened else None
                 )
                 self._finish_opening(each, None if has_failed else patience)
@@ -178,11 +177,11 @@ class Registry:
             self._close([opened for opened in leaving if opened.is_leaving])
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
-        """Mark as leaving, and return, unused communicators; none during other openings.
+        """Mark and return unused communicators as leaving; none during other openings.
 
         Args:
-            here: the members of the agreement to be made; only communicators within these leave.
-            offers: communicators that this agreement may share, which stay.
+            here: The next agreement's members; only communicators within them leave.
+            offers: Communicators that it may share, which stay.
         """
         found, kept = [], {label for label, _ in offers.values()}
         with self._lock:
@@ -196,9 +195,9 @@ class Registry:
         return found
 
     def drop(self, group: Any) -> bool:
-        """End a dropped group's use of communicators; return whether any keeps it as last user."""
+        """Remove a dropped group; return whether it is a communicator's last user."""
         with self._lock:
-            opened = {channel.opened for channel in group.channels}
+            opened = {device_group.opened for device_group in group.device_groups}
             for communicator in opened:
                 communicator.users.pop(id(group), None)
                 if not communicator.is_in_use:
@@ -206,25 +205,25 @@ class Registry:
         return any(id(group) in communicator.users for communicator in opened)
 
     def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
-        """Count this rank as open; wait ``patience``, if any, for all; set ``sees_all_calls``."""
+        """Mark this rank as connected and wait up to ``patience`` for the others."""
         world, members = self.world, agreement.members
         if not world.has_processes or len(members) < 2:
             return
-        with suppress(StoreError):  # the next call that needs it says so
-            are_open = self.presence.count(key_of_opened(agreement), members, patience)
+        with suppress(StoreError):  # the next call that needs the store raises
+            are_open = self.liveness.count(key_of_opened(agreement), members, patience)
             for opened in agreement.opened if are_open else ():
-                table = opened.header_table
+                table = opened.fingerprint_table
                 if opened.communicator.on_stream and table is not None and table.sees_all():
                     is_blind = find_value(world.store, f"{opened.label}/blind") is not None
                     opened.sees_all_calls = not is_blind
 
     def acquire(
-        self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: Any
+        self, backend: BackendType, opening: Opening, agreement: Agreement, label: str, user: Any
     ) -> OpenCommunicator:
-        """Return the open communicator ``label``, or open it over ``wire``, and record ``user``.
+        """Return communicator ``label``, opened if needed, and register ``user``.
 
         Args:
-            user: the group that asks; if it is private no other group may share the communicator.
+            user: The group; if private, no other group may share the communicator.
         """
         with self._lock:
             shared = self._by_label.get(label)
@@ -232,15 +231,16 @@ class Registry:
                 shared.users[id(user)] = ref(user)
                 return shared
         world, ranks, options = self.world, opening.ranks, opening.options
-        # The table comes first, so that members that have opened their side find it.
-        table = None if wire.compares_calls else self.header_tables.make(label, ranks)
+        # Make the table first, so that members that have opened their side find it.
+        table = None if backend.compares_calls else self.fingerprint_tables.make(label, ranks)
         communicator = None
         try:
             with within(Deadline(opening.timeout)):
-                communicator = wire.open(opening)
-                reaches = table is not None and self.header_tables.reaches(ranks)
+                communicator = backend.open(opening)
+                reaches = table is not None and self.fingerprint_tables.reaches(ranks)
                 is_one_host = len(ranks) > 1 and not world.spans_hosts(ranks)
-                if communicator.on_stream and is_one_host and not reaches:  # it will not see theirs
+                # it will not see the other members' calls
+                if communicator.on_stream and is_one_host and not reaches:
                     world.store.set(f"{label}/blind", "")  # all of its members read this
         except BaseException:
             for each in (communicator, table):
@@ -252,7 +252,7 @@ class Registry:
         recorder = Recorder(2 * CHECK_EVERY) if spans_hosts else Recorder()
         of_calls = label, communicator, recorder, self.aborts, table
         facts = spans_hosts, communicator.on_stream and len(ranks) == 1, options
-        connection = wire.connection_for(opening.device_type)
+        connection = backend.connection_for(opening.device_type)
         share_key = None if user.is_private else (connection, ranks, id(options))
         users: dict[int, Callable[[], Any]] = {id(user): ref(user)}
         opened = OpenCommunicator(*of_calls, *facts, share_key, users, ranks)
@@ -264,10 +264,10 @@ class Registry:
         return opened
 
     def find_label(self, connection: str, ranks: tuple[int, ...], options: Any) -> str:
-        """Return the label of an open communicator of equal arguments that may be shared, or "".
+        """Return the label of an open, sharable communicator, or "".
 
         Args:
-            connection: the wire's name for it, of ``Wire.connection_for``.
+            connection: as from ``BackendType.connection_for``.
         """
         key = (connection, ranks, id(options))
         with self._lock:
@@ -275,7 +275,7 @@ class Registry:
             return next((each.label for each in reversed(found) if not each.is_leaving), "")
 
     def release(self, opened: OpenCommunicator, user: Any) -> None:
-        """Remove ``user``; close the communicator after its last."""
+        """Remove ``user``; the last user closes the communicator."""
         with self._lock:
             opened.users.pop(id(user), None)
             if opened.users or opened.label not in self._by_label:
@@ -290,7 +290,7 @@ class Registry:
             each.close()
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
-        """Abort the communicators ``labels`` on every rank of the world; ``message`` tells why."""
+        """Abort the communicators ``labels`` on every rank; ``message`` has the reason."""
         message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
         world = self.world
         try:
@@ -305,15 +305,15 @@ class Registry:
                 wait_until(lambda: read_number(world.store, received) >= world.size, limit)
 
     def break_here(self, label: str, reason: str, **more: Any) -> None:
-        """Abort communicator ``label`` here alone, with a message of ``reason`` and ``more``."""
+        """Abort communicator ``label``, on this rank only, with ``reason``."""
         self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
-        """Return ``label``'s abort message or None; abort if an abort or disagreement is stored."""
+        """Return ``label``'s abort message or None; abort on the store's abort or mismatch."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, parse_abort)
-            # Its signal may not have arrived yet, and the next verb must not use the wire.
+            # Its signal may not have arrived yet, and the next collective must not use the backend.
             self._abort_here(known)
         elif known is None and store.check([told := f"{label}/{DISAGREEMENT}"]):
             # Of the members that have read it, some may have left before the first aborts.
@@ -322,11 +322,11 @@ class Registry:
             known = self.aborts.get(label)
         return known
 
-    def answer(self, about: dict[str, Any]) -> SignalReply:
-        """Return each communicator's last call, the call ``about`` unless {}, and the place now."""
+    def answer(self, about: dict[str, Any]) -> ControlReply:
+        """Return each communicator's last call, the call ``about`` and the current line."""
         asked = self._by_label.get(about.get("label", ""))
         recorders = [(opened.label, opened.recorder) for opened in self.all_opened()]
-        recorders.append(("", self.beside_wires))
+        recorders.append(("", self.beside_backends))
         used = sorted(
             (pair for pair in recorders if pair[1].moment), key=lambda pair: pair[1].moment
         )
@@ -342,40 +342,46 @@ class Registry:
         return {"calls": calls, "about": text, "now": now}
 
     def where(self) -> str:
-        """Return lines with the stack of this rank's program and its last verb."""
+        """Return lines with this rank's stack and last collective."""
         answer = self.answer({})
         last = answer["calls"][-1]["text"] if answer["calls"] else "none so far"
-        verb = f"last verb: {last}" if answer["now"] or not answer["calls"] else f"in {last}"
-        return f"{stack_text(self.world.thread_id)}  {verb}\n"
+        operation = (
+            f"last collective: {last}" if answer["now"] or not answer["calls"] else f"in {last}"
+        )
+        return f"{stack_text(self.world.thread_id)}  {operation}\n"
 
     def _look(self) -> None:
         if self.look is not None:
             self.look()
         self._answerer.look()
 
-    def compare_last(self, channels: Iterable[Any]) -> MeshdistError | None:
-        """Compare with other hosts the last calls on ``channels``, which close; return an error."""
+    def compare_last(self, device_groups: Iterable[Any]) -> MeshdistError | None:
+        """Compare last calls with other hosts as ``device_groups`` close; return an error."""
         # It waits two seconds at most for the other members. Without them nothing is compared.
         world, error, limit = self.world, None, Deadline(_LAST)
         if find_failure(world.handled_before) is not None or world.process_id != os.getpid():
             return None
 
         def meet(key: str) -> bool:
-            return self.presence.count(key, channel.opened.ranks, limit.left)
+            return self.liveness.count(key, device_group.opened.ranks, limit.left)
 
-        for channel in sorted(channels, key=lambda each: each.opened.label):
+        for device_group in sorted(device_groups, key=lambda each: each.opened.label):
             try:
-                channel.compare_last(meet, _LAST)
+                device_group.compare_last(meet, _LAST)
             except MeshdistError as found:
                 error = error or found
         return error
 
     def close(self) -> None:
-        """Close all communicators and stop the signal thread; raise if last calls differ."""
+        """Close all communicators and stop the control thread; raise if last calls differ."""
         failure = find_failure(self.world.handled_before)
         users = [refer() for entry in self.all_opened() for refer in entry.users.values()]
-        of_users = [channel for user in filter(None, users) for channel in user.channels]
-        error = self.compare_last({channel.opened: channel for channel in of_users}.values())
+        of_users = [
+            device_group for user in filter(None, users) for device_group in user.device_groups
+        ]
+        error = self.compare_last(
+            {device_group.opened: device_group for device_group in of_users}.values()
+        )
         self._leave(DESTROYED if failure is None else ending_text(failure))
         if self._signals is not None:
             self._signals.stop()
@@ -383,7 +389,7 @@ class Registry:
             self._answerer.close()
         for entry in (opened := self.all_opened()):
             for user in filter(None, [refer() for refer in entry.users.values()]):
-                user.forget_channels()
+                user.forget_device_groups()
         self._by_label.clear()
         for entry in opened:
             if self.world.process_id != os.getpid():  # a forked child has no part in it
@@ -395,24 +401,24 @@ class Registry:
                 entry.close()
             except Exception:  # the others are to be closed as well
                 _log.exception("%s could not be closed", entry.label)
-        self.header_tables.close()
+        self.fingerprint_tables.close()
         if error is not None:
             raise error
 
     def all_opened(self) -> list[OpenCommunicator]:
-        """Return a new list of the communicators that are open."""
+        """Return a list of the open communicators."""
         with self._lock:
             return list(self._by_label.values())
 
     def _leave(self, how: str) -> None:
-        """Store ``how`` this rank leaves."""
+        """Store how this rank leaves."""
         do_not_call_at_end(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
             opened = self.all_opened()
             self.endings.leave(how, {each.label: each.recorder.sequence for each in opened})
 
     def _end(self) -> None:
-        """End as Python exits: store how this rank ended."""
+        """Store how this rank ended, at Python's exit."""
         if self.world.process_id != os.getpid():
             return
         self._leave(ending_text(find_last_exception()))
@@ -428,7 +434,7 @@ class Registry:
                 self.aborts.setdefault(label, message)
             opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
             for entry in opened:
-                entry.share_key = None  # no group that is made later shares a broken one
+                entry.share_key = None  # so that no later group shares this broken communicator
         communicators = [entry.communicator for entry in opened]
         for kind in {type(each) for each in communicators}:
             kind.abort_together([each for each in communicators if type(each) is kind])

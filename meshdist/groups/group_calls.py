@@ -1,7 +1,7 @@
-"""torch's own group calls, over the machinery that derives groups from meshes.
+"""Create and query process groups with torch's functions.
 
-Unlike in torch, only a group's members wait for each other: an outsider's call returns at once,
-and may as well be left out.
+Unlike in torch, only a group's members wait: on other ranks a call returns immediately and is
+optional.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import torch
 
-from ..arguments import check_timeout, find_whole_numbers, get_whole_number
+from ..arguments import check_timeout, find_integers, get_integer
+from ..backends.backend_names import backends_in, parse_backends
+from ..backends.registry import get_backend
 from ..bootstrap.world import World, find_world, get_usable_world
-from ..checking.program import never_nested
+from ..checking.call_sites import never_nested
 from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, LengthError, NotInGroupError
-from ..wires.names import backends_in, parse_backends
-from ..wires.registry import get_wire
 from .communicators import get_registry
 from .process_group import NON_GROUP_MEMBER, ProcessGroup, resolve_group, world_group
 
@@ -39,7 +39,7 @@ __all__ = [
 class _MemberKinds(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:  # torch's name
-        """The group of all ranks, or None before there is a world."""
+        """The group of all ranks, or None before initialization."""
         world = find_world()
         return None if world is None else world_group(world)
 
@@ -65,39 +65,42 @@ def new_group(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup | Any:
-    """Open a group of its own for ``ranks``; collective over its members alone.
+    """Create a process group of ``ranks``. Collective over its members only.
 
     Args:
-        ranks: global ranks; None means all.
-        timeout: how long a verb may wait; None takes the backend's default.
-        backend: as in ``init_process_group``; None takes the world's.
-        pg_options: the wire's own options.
-        use_local_synchronization: accepted; members never wait for outsiders here.
-        group_desc: a name for messages.
-        device_id: binds the group's NCCL wire to this device, so that it connects at once.
-        sort_ranks: whether the group's order is ascending instead of the given order.
+        ranks: Global ranks (None: all).
+        timeout: The timeout of collectives (None: the backend's default).
+        backend: As in ``init_process_group`` (None: the world's).
+        pg_options: Options of the backend.
+        use_local_synchronization: Ignored: members never wait for other ranks.
+        group_desc: The name in messages.
+        device_id: The device of the group's NCCL backend, which then connects immediately.
+        sort_ranks: Whether to sort the ranks.
 
     Returns:
-        The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside it. Every call makes
-        another group with its own order of operations.
+        A new group; outside it, ``GroupMember.NON_GROUP_MEMBER``.
 
     Raises:
-        ArgumentError: no ranks, a rank twice, or outside the world.
-        AgreementError: members called with different arguments.
-        CollectiveTimeoutError: a member did not come; the text names it.
+        ArgumentError: ``ranks`` is empty, or has duplicates or ranks outside the world.
+        MismatchError: Members passed different arguments.
+        CollectiveTimeoutError: A member is late; the text names it.
     """
     world = get_usable_world()
     members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)
     check_timeout(timeout)
     _check_device_id(device_id)
     if group_desc is not None and not isinstance(group_desc, str):
-        raise KindError("group_desc must be a str", found=f"{group_desc!r}")
+        raise KindError(
+            "group_desc must be a str",
+            found=f"{group_desc!r}",
+            fix="pass a string, or leave it out",
+        )
     backends = backends_in(world, world.backends if backend is None else parse_backends(backend))
     if world.rank not in members:
         return NON_GROUP_MEMBER
     name = group_desc or f"group of {ranks_text(members)}"
     definition = {"text": name, "ranks": members, "backends": backends}
-    default = max(get_wire(wire).default_timeout for wire in backends.values())
+    default = max(get_backend(backend_name).default_timeout for backend_name in backends.values())
     made = ProcessGroup(
         world,
         members,
@@ -123,30 +126,29 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
-    """Cut a group, in its order, into subgroups of ``group_size``.
+    """Split a group, in rank order, into subgroups of ``group_size``.
 
     Args:
-        group_size: must divide the group; None takes the number of CUDA devices.
-        group: what to cut; None means the world.
-        timeout, backend, pg_options, group_desc: as in ``new_group``.
+        group_size: A divisor of the group's size (None: the number of CUDA devices).
+        group: The group to split (None: the world).
+        timeout, backend, pg_options, group_desc: As in ``new_group``.
 
     Returns:
-        This rank's subgroup, and one entry per subgroup (``NON_GROUP_MEMBER`` where this rank
-        is outside).
+        This rank's subgroup, and a list with every subgroup or ``NON_GROUP_MEMBER``.
 
     Raises:
-        ArgumentError: the size does not divide the group, or there is none and no CUDA device.
-        What ``new_group`` raises.
+        ArgumentError: The size does not divide the group, or it is None without a CUDA device.
+        MismatchError, CollectiveTimeoutError: As for ``new_group``.
     """
     parent = resolve_group(group)
     if group_size is None:
         if not torch.cuda.is_available():
             raise ArgumentError(
-                "new_subgroups has no group_size, and there is no CUDA device to count",
+                "new_subgroups needs group_size because there is no CUDA device to count",
                 fix="pass group_size",
             )
         group_size = torch.cuda.device_count()
-    group_size = get_whole_number(group_size, "group_size")
+    group_size = get_integer(group_size, "group_size")
     if group_size < 1 or parent.size() % group_size:
         raise ArgumentError(
             f"subgroups of {group_size} do not divide a group of {parent.size()} ranks",
@@ -167,19 +169,18 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
-    """Make the listed subgroups, which must not overlap and may leave ranks out.
+    """Create the listed subgroups, which must not overlap and may omit ranks.
 
     Args:
-        ranks_per_subgroup_list: the global ranks of each subgroup.
-        timeout, backend, pg_options, group_desc: as in ``new_group``.
+        ranks_per_subgroup_list: The global ranks of each subgroup.
+        timeout, backend, pg_options, group_desc: As in ``new_group``.
 
     Returns:
-        This rank's subgroup or None, and one entry per list (``NON_GROUP_MEMBER`` where this
-        rank is outside).
+        This rank's subgroup or None, and a list with every subgroup or ``NON_GROUP_MEMBER``.
 
     Raises:
-        ArgumentError: no lists, or a rank in two of them.
-        What ``new_group`` raises.
+        ArgumentError: The list is empty, or a rank is in two subgroups.
+        MismatchError, CollectiveTimeoutError: As for ``new_group``.
     """
     lists = _checked_lists(ranks_per_subgroup_list, "ranks_per_subgroup_list")
     if not lists:
@@ -206,35 +207,37 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Split a group into the listed parts, given as ranks of the parent group, in that order.
+    """Split a group into the listed parts, in the given rank order.
 
     Args:
-        parent_pg: what to split; None means the world.
-        split_ranks: for each part the ranks of the parent group, each in one part at most.
-        timeout, pg_options, group_desc, backend: as in ``new_group``.
+        parent_pg: The group to split (None: the world).
+        split_ranks: The group ranks of each part, which must not overlap.
+        timeout, pg_options, group_desc, backend: As in ``new_group``.
 
     Returns:
-        This rank's part, or None for a rank in no list.
+        This rank's part, or None if it is in no part.
 
     Raises:
-        ArgumentError: no parts, an empty part, a rank in two parts or outside the parent.
-        What ``new_group`` raises.
+        ArgumentError: No parts, an empty part, or a rank in two parts or outside the parent.
+        MismatchError, CollectiveTimeoutError: As for ``new_group``.
     """
     parent = resolve_group(parent_pg)
     parts = _checked_lists([] if split_ranks is None else split_ranks, "split_ranks")
     if not parts:
         raise ArgumentError(
-            "split_ranks is empty", fix="pass one list of the parent's ranks a part"
+            "split_ranks is empty", fix="pass one list of parent-group ranks for each part"
         )
     if not all(parts):
-        raise ArgumentError("split_ranks has an empty part", found=str(split_ranks))
+        raise ArgumentError(
+            "split_ranks has an empty part", found=str(split_ranks), fix="remove the empty lists"
+        )
     seen: list[int] = [rank for part in parts for rank in part]
     wrong = [rank for rank in seen if not 0 <= rank < parent.size()]
     if wrong or len(set(seen)) != len(seen):
         raise ArgumentError(
             f"split_ranks {split_ranks} does not split a group of {parent.size()} ranks",
             expected=f"ranks of the parent group, 0 to {parent.size() - 1}, each at most once",
-            fix="count in the parent group, not in the world",
+            fix="pass ranks of the parent group, not global ranks",
         )
     lists = [[parent.ranks[rank] for rank in part] for part in parts]
     mine, _ = _open_subgroups(lists, timeout, backend, pg_options, group_desc, sort_ranks=False)
@@ -242,39 +245,41 @@ def split_group(
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the place of ``global_rank`` in ``group``. The inverse of ``get_global_rank``.
+    """Return the group rank of ``global_rank``.
 
     Raises:
-        NotInGroupError: it is no member.
+        NotInGroupError: ``global_rank`` is not a member.
     """
     target = resolve_group(group)
-    global_rank = get_whole_number(global_rank, "get_group_rank: global_rank")
+    global_rank = get_integer(global_rank, "get_group_rank: global_rank")
     if global_rank not in target.ranks:
         raise NotInGroupError(
             f"global rank {global_rank} is not in {target.name}",
             expected=f"one of {ranks_text(target.ranks)}",
+            fix="pass the global rank of a member of the group",
         )
     return target.ranks.index(global_rank)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Return the global rank at a place of ``group``. The inverse of ``get_group_rank``.
+    """Return the global rank of ``group_rank``.
 
     Raises:
-        NotInGroupError: the group has no such place.
+        NotInGroupError: The group has no such rank.
     """
     target = resolve_group(group)
-    group_rank = get_whole_number(group_rank, "get_global_rank: group_rank")
+    group_rank = get_integer(group_rank, "get_global_rank: group_rank")
     if not 0 <= group_rank < target.size():
         raise NotInGroupError(
             f"{target.name} has no group rank {group_rank}",
             expected=f"0 to {target.size() - 1}",
+            fix="pass a rank of the group, not a global rank",
         )
     return target.ranks[group_rank]
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """Return the global ranks of ``group``, in group order; None means the world."""
+    """Return ``group``'s global ranks, in group order; None means the world."""
     return list((world_group() if group is None else resolve_group(group)).ranks)
 
 
@@ -287,7 +292,7 @@ def _open_subgroups(
     *,
     sort_ranks: bool,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
-    """Make a group of each list; return this rank's group, or None, and all of the groups."""
+    """Create a group of each list; return this rank's group or None, and all groups."""
     groups = [
         new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=sort_ranks)
         for ranks in lists
@@ -301,10 +306,12 @@ def _check_device_id(device_id: object) -> None:
     if not isinstance(device_id, torch.device):
         raise KindError(
             f"device_id must be a torch.device, not {device_id!r}",
-            fix="for example torch.device('cuda', 0)",
+            fix="pass a device, for example torch.device('cuda', 0)",
         )
     if device_id.type != "cpu" and device_id.index is None:
-        raise ArgumentError(f"device_id={device_id} has no index", fix=f"for example {device_id}:0")
+        raise ArgumentError(
+            f"device_id={device_id} has no index", fix=f"pass an index, for example {device_id}:0"
+        )
 
 
 def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[int]]:
@@ -319,9 +326,9 @@ def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[i
 
 
 def _find_ranks(given: Iterable[Any]) -> list[int] | None:
-    """Return ``given`` as a list of whole numbers, None if it is no iterable of such numbers."""
+    """Return ``given`` as a list of integers, or None if it is none."""
     with suppress(TypeError):
-        return find_whole_numbers(list(given))
+        return find_integers(list(given))
     return None
 
 
@@ -333,7 +340,7 @@ def _checked_ranks(
     members = _find_ranks(ranks)
     if members is None:
         raise KindError(
-            f"ranks must be a sequence of whole numbers, not {ranks!r}",
+            f"ranks must be a sequence of integers, not {ranks!r}",
             found=type(ranks).__name__,
         )
     wrong = [rank for rank in members if not 0 <= rank < world.size]

@@ -1,4 +1,4 @@
-"""Groups: an ordered set of ranks that communicate, and the connections that they use."""
+"""Define process groups and their connections."""
 
 from __future__ import annotations
 
@@ -15,52 +15,57 @@ from weakref import ref
 import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
 
+from ..backends.registry import (
+    BackendType,
+    Needs,
+    Opening,
+    find_backend,
+    get_backend,
+    lack_error,
+    make_room,
+)
+from ..backends.requests import BackendUnsupported
+from ..backends.work import Work, bound
 from ..bootstrap.world import World, get_usable_world, get_world, give_group
+from ..checking.call_sites import call_site, show_site, warn_once_at
 from ..checking.calls import GroupFacts
-from ..checking.program import call_site, show_site, warn_once_at
 from ..error_text import explain, ranks_text
 from ..errors import BackendError, GroupClosedError, GroupKindError, NotInGroupError
 from ..runtime.hosts import forks, num_forks
-from ..wires.operations import WireRefused
-from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, lack_error, make_room
-from ..wires.work import Work, bound
 from .agreement import Agreement
-from .channel import Channel
 from .communicators import get_registry
-from .explainer import explained_opening
-from .other_members import LateMembers, MembersOfWorld, silent_ranks
-from .verb_methods import Asked, VerbMethods, verbs
+from .device_group import DeviceGroup
+from .failure_diagnosis import explained_opening
+from .group_methods import Asked, GroupMethods, operations
+from .peer_status import LatePeers, WorldPeers, silent_ranks
 
 if TYPE_CHECKING:
-    from ..wires.native import FastPath
+    from ..backends.native import FastPath
 
 __all__ = ["NON_GROUP_MEMBER", "GroupLike", "ProcessGroup", "resolve_group", "world_group"]
 
 _log = logging.getLogger("meshdist.groups")
 
 NON_GROUP_MEMBER = -100
-"""The answer of ``new_group`` on a rank outside the group, as torch gives it."""
+"""The result of ``new_group`` on a rank outside the group, as in torch."""
 
 
-class ProcessGroup(VerbMethods):
-    """An ordered set of ranks that communicate, as one of its members sees it.
+class ProcessGroup(GroupMethods):
+    """An ordered set of ranks that communicate.
 
-    Made by a mesh for its axes, or by ``new_group``; a program rarely makes it itself. It has the
-    methods of torch's process groups, too, each of which starts the verb that it stands for.
+    Use ``new_group`` or a mesh to create groups. The class also has torch's methods, which start
+    collectives.
 
     Args:
-        ranks: global ranks, in group order; this rank is one of them.
-        name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
-        backends: the wire per device type, where the program has named them for this group;
-            None takes the world's, or what serves in place of its default wires.
-        named_for: the device type for which alone the program has named a wire; "" for none.
-        timeout: how long a verb may wait; None takes the world's, else the wire's default.
-        is_private: whether it opens communicators of its own and shares none.
-        axis_names: of the mesh axes along which it runs; () where there are none with names.
-        device: the device bound to it, on which its wire connects as it is opened; None takes the
-            world's.
-        agreement: what its members agreed when it was made; None lets them agree when its first
-            communicator is opened.
+        ranks: Global ranks in group order, including this rank.
+        name: For messages, as ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
+        backends: The program's backend of each device type (None: the world's).
+        named_for: The device type for which the program named a backend, or "".
+        timeout: The timeout of collectives (None: the world's, else the backend's default).
+        is_private: Whether the group shares no communicators.
+        axis_names: The group's mesh axes; () without named axes.
+        device: The device on which the backend connects at opening (None: the world's).
+        agreement: The members' agreement (None: agree at the first communicator).
     """
 
     def __init__(
@@ -79,16 +84,16 @@ class ProcessGroup(VerbMethods):
         device: torch.device | None = None,
         agreement: Agreement | None = None,
     ) -> None:
-        self._channels: dict[str, Channel] = {}
+        self._device_groups: dict[str, DeviceGroup] = {}
         self.world = world
         self.ranks = ranks
         self.name = name
-        self._chooses_wires = world.chooses_wires and backends is None
+        self._chooses_backends = world.chooses_backends and backends is None
         self.backends = backends or world.backends
         self.named_for = named_for
-        if self._chooses_wires and world.spans_hosts(ranks):
-            wires = {kind: find_wire(name) for kind, name in self.backends.items()}
-            across = {kind: wire.replacement for kind, wire in wires.items() if wire}
+        if self._chooses_backends and world.spans_hosts(ranks):
+            types = {kind: find_backend(name) for kind, name in self.backends.items()}
+            across = {kind: backend.replacement for kind, backend in types.items() if backend}
             self.backends = {kind: across.get(kind) or name for kind, name in self.backends.items()}
         self.options = options
         self.device = device or world.device
@@ -102,303 +107,313 @@ class ProcessGroup(VerbMethods):
         self._site = call_site() if world.has_processes else None
         self._closed = False
         self.fast_path: FastPath | None = None
-        """The fast path of plain calls on CPU tensors, where the open wire has one."""
+        """The fast path of plain calls on CPU tensors, if the open backend has a fast path."""
         self.fast_path_on_device: FastPath | None = None
-        """That of plain calls on a device's tensors, which are enqueued there."""
+        """The fast path of plain calls on a device's tensors, which are enqueued there."""
         self.is_on_stream = False
-        """Whether a wire is open whose verbs are enqueued on a device."""
+        """Whether a backend is open whose collectives are enqueued on a device."""
         self.has_devices = True
         """Whether all members have chosen their devices, as far as that is known."""
 
     def __del__(self) -> None:
-        """Stay with the registry, which needs it as long as a member uses what it has open.
-
-        Warn of that, once a place, where it takes more than memory.
-        """
-        is_over = not self._channels or self._num_forks != num_forks() or self.is_closed
+        """Keep the group registered while members use its communicators; warn once."""
+        is_over = not self._device_groups or self._num_forks != num_forks() or self.is_closed
         if is_over or sys.is_finalizing() or not get_registry(self.world).drop(self):
             return
         if self._site:
             text = partial(
                 explain,
-                f"{self.name} was dropped, and not closed",
+                f"{self.name} was dropped without being closed",
                 where=f"rank {self.world.rank}, made at {show_site(self._site)}",
-                found="its communicator, open until all its ranks have dropped it and make another",
-                fix="call mesh.close() or destroy_process_group(group), or keep it",
+                found="its communicator, which stays open until all ranks have dropped the group "
+                "and create another",
+                fix="call mesh.close() or destroy_process_group(group), or keep a reference to it",
             )
             warn_once_at(self._site, text, ResourceWarning)
 
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """Return this process's rank in the group."""
         return self._group_rank
 
     def size(self) -> int:
-        """The number of members."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
     @property
     def group_name(self) -> str:
-        """A name for messages; two groups may have the same."""
+        """The name in messages; not unique."""
         return self.name
 
     @property
     def bound_device_id(self) -> torch.device | None:
-        """The device that the program has bound to the group or its world, as torch names it."""
+        """The device of the group or its world."""
         return self.device
 
     @property
     def timeout(self) -> timedelta:
-        """How long a verb may wait, on CPU tensors if the group serves them."""
-        return self._timeout_on(get_wire(self.wire_name(self._main_device_type())))
+        """The timeout of collectives; on CPU tensors if supported."""
+        return self._timeout_on(get_backend(self.backend_name(self._main_device_type())))
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the group, or its world, was closed."""
+        """Whether the group or its world is closed."""
         return self._closed or self.world.is_closed
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name}, ranks={list(self.ranks)}, rank={self._group_rank})"
 
-    def wire_name(self, device_type: str) -> str:
-        """The wire that serves tensors of ``device_type`` here."""
+    def backend_name(self, device_type: str) -> str:
+        """Return the backend for tensors of ``device_type``."""
         name = self.backends.get(device_type)
         if name is None:
-            served = ", ".join(f"{device}:{wire}" for device, wire in self.backends.items())
+            served = ", ".join(f"{device}:{backend}" for device, backend in self.backends.items())
             raise BackendError(
                 f"{self.name} has no backend for {device_type} tensors",
                 expected=f"tensors of one of its device types: {served}",
-                fix=f"name one at the start, for example backend='{served},{device_type}:gloo'",
+                fix="name one when you initialize, for example "
+                f"backend='{served},{device_type}:gloo'",
             )
         return name
 
-    def open_channel(
+    def open_device_group(
         self, device_type: str, agreement: Agreement | None = None, slot: str = ""
-    ) -> Channel:
-        """Return the open channel for ``device_type``; the first call opens it, with all members.
+    ) -> DeviceGroup:
+        """Return the device group for ``device_type``; the first call opens it with all members.
 
         Args:
-            agreement: what the members have just agreed upon, with their offers; None lets them
-                agree now.
-            slot: under which each of them made its offer.
+            agreement: the members' recent agreement, with their offers (None: agree now).
+            slot: of each member's offer.
         """
         is_own_process = self._num_forks == forks[0]  # else this is a forked child
-        if is_own_process and (channel := self._channels.get(device_type)) is not None:
-            return channel
-        return self._open_channel(device_type, agreement, slot)
+        if is_own_process and (device_group := self._device_groups.get(device_type)) is not None:
+            return device_group
+        return self._open_device_group(device_type, agreement, slot)
 
     def offer(self, device_type: str, slot: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The communicators that this member could share for ``device_type``, for an agreement."""
+        """Return this member's sharable communicators for ``device_type``, for an agreement."""
         if self.is_private:
             return {}
-        connection = get_wire(self.wire_name(device_type)).connection_for(device_type)
+        connection = get_backend(self.backend_name(device_type)).connection_for(device_type)
         label = get_registry(self.world).find_label(connection, self.ranks, self.options)
         return {f"{slot}{connection}": (label, self.ranks)} if label else {}
 
     def needs(self, device_type: str) -> Needs:
-        """The needs of a channel for ``device_type`` that opens; none where it may be shared."""
-        if device_type in self._channels or self.offer(device_type):
+        """Return the resources to open ``device_type``; none if a communicator can be shared."""
+        if device_type in self._device_groups or self.offer(device_type):
             return Needs(0, 0)
-        wire = get_wire(self.wire_name(device_type))
-        opening = self._opening("", device_type, self._timeout_on(wire))
-        descriptors, threads = wire.needs(opening)
-        # Where calls are compared beside the wire, processes of a host map a file of each other.
-        is_beside = self.world.has_processes and not wire.compares_calls
+        backend = get_backend(self.backend_name(device_type))
+        opening = self._opening("", device_type, self._timeout_on(backend))
+        descriptors, threads = backend.needs(opening)
+        # If the backend does not compare calls, processes of a host map a file of each other.
+        is_beside = self.world.has_processes and not backend.compares_calls
         words = 0 if not is_beside else opening.hosts.count(opening.hosts[opening.rank]) - 1
         return Needs(descriptors + words, threads)
 
     def make_room(self, *kinds: str) -> str:
-        """As for a wire, for device types; without any for what ``open_all`` opens."""
+        """Call ``make_room`` for device types; without any for the backends of ``open_all``."""
         needs = {f"{kind} tensors": self.needs(kind) for kind in kinds or self._types_to_open()}
         return make_room(needs, self.world.num_here(self.ranks))
 
     def open_all(self, agreement: Agreement | None = None) -> None:
-        """Open every wire of the group that this machine can serve, with all other members.
+        """Open every backend of the group that works on this machine, with all other members.
 
-        NCCL connects at its first verb, unless a device is bound. Beside it the default wire for
-        CPU tensors, which may take a connection to each member, waits for its first use.
+        NCCL connects at its first collective, unless a device is bound. Next to NCCL, the default
+        CPU backend, which may need a connection to each member, opens at first use.
         """
         for device_type in self._types_to_open():
-            self.open_channel(device_type, agreement)
-        self.has_devices = "cpu" in self._channels or self.device is not None
-        self._agreement = None  # upon what is opened later
+            self.open_device_group(device_type, agreement)
+        self.has_devices = "cpu" in self._device_groups or self.device is not None
+        self._agreement = None  # later openings make a new agreement
 
     def _types_to_open(self) -> list[str]:
-        wires = {kind: find_wire(name) for kind, name in self.backends.items()}
-        usable = {kind for kind, wire in wires.items() if wire is not None and wire.is_available()}
-        if self._chooses_wires and usable > {"cpu"}:
+        types = {kind: find_backend(name) for kind, name in self.backends.items()}
+        usable = {
+            kind
+            for kind, backend in types.items()
+            if backend is not None and backend.is_available()
+        }
+        if self._chooses_backends and usable > {"cpu"}:
             usable.remove("cpu")
         here = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        return [kind for kind in wires if kind in usable.intersection(here)]
+        return [kind for kind in types if kind in usable.intersection(here)]
 
     def connect(self, device: torch.device) -> None:
-        """Open the wire for ``device``, unless it is open, and connect it; collective.
+        """Open, if needed, and connect the backend for ``device``; collective.
 
-        A device of this type that the program has bound is taken in its place.
+        A bound device of this type takes precedence.
         """
-        channel = self.open_channel(device.type)
+        device_group = self.open_device_group(device.type)
         self.has_devices = True
         if device.type != "cpu" and (self.device is None or self.device.type != device.type):
             self.device = device
-        self._connect(channel, device.type)
+        self._connect(device_group, device.type)
 
     def first_device_type(self) -> str:
-        """The device type of verbs that carry no tensor: it was opened first, and has devices."""
-        first = next(iter(self._channels), "") if self.has_devices else ""
+        """The device type of collectives without a tensor: opened first, with devices."""
+        first = next(iter(self._device_groups), "") if self.has_devices else ""
         return first or self._main_device_type()
 
     @property
     def is_open(self) -> bool:
-        """Return whether one of its wires is open."""
-        return bool(self._channels)
+        """Whether a backend of the group is open."""
+        return bool(self._device_groups)
 
-    def channels_at_rest(self, device_type: str) -> list[Channel]:
-        """The channels on which a barrier of the group runs.
+    def idle_device_groups(self, device_type: str) -> list[DeviceGroup]:
+        """Return the device groups on which a barrier runs.
 
-        Those whose verbs are enqueued on a device, and one of the others, if any is open: that for
-        ``device_type``, which is opened, where it is one of them.
+        Open the group for ``device_type``. Return all groups that enqueue on a device, and at most
+        one other, preferably for ``device_type``.
         """
-        opened = dict.fromkeys([self.open_channel(device_type), *self._channels.values()])
+        opened = dict.fromkeys([self.open_device_group(device_type), *self._device_groups.values()])
         waiting = [each for each in opened if not each.communicator.on_stream]
         return [*(each for each in opened if each.communicator.on_stream), *waiting[:1]]
 
     @property
-    def channels(self) -> list[Channel]:
-        """Its open channels."""
-        return list(dict.fromkeys(c for c in self._channels.values() if not c.opened.is_closed))
+    def device_groups(self) -> list[DeviceGroup]:
+        """The open device groups."""
+        return list(
+            dict.fromkeys(c for c in self._device_groups.values() if not c.opened.is_closed)
+        )
 
     def check_open(self) -> None:
-        """Raise where the group, or its world, was closed."""
+        """Raise if the group or its world is closed."""
         if self.is_closed:
             raise GroupClosedError(
                 f"{self.name} was closed",
                 where=f"rank {self.world.rank}",
-                fix="make a new mesh or group; a closed one stays closed",
+                fix="create a new mesh or group",
             )
 
     def check_usable(self) -> None:
-        """Raise where the world or the group is closed, or this process is a forked child."""
+        """Raise if the world or group is closed, or this is a forked child."""
         self.world.check_usable()
         self.check_open()
 
     def close(self) -> None:
-        """End communication on this group; a communicator shared with others stays open.
+        """Close this group, but no communicators that other groups share.
 
         Raises:
-            AgreementError: calls of members on different hosts differed; it is closed.
+            MismatchError: The last calls of two hosts differ; the group is closed.
         """
         if self._closed:
             return
-        last_used = [each for each in self.channels if len(each.opened.users) == 1]
+        last_used = [each for each in self.device_groups if len(each.opened.users) == 1]
         error = get_registry(self.world).compare_last(last_used) if last_used else None
         self._closed = True
-        opened = dict.fromkeys(channel.opened for channel in self._channels.values())
-        self.forget_channels()
+        opened = dict.fromkeys(device_group.opened for device_group in self._device_groups.values())
+        self.forget_device_groups()
         for each in opened:
             get_registry(self.world).release(each, self)
         if error is not None:
             raise error
 
-    def forget_channels(self) -> None:
-        """Drop the references to all communicators; called when the world closes."""
-        self._channels = {}
+    def forget_device_groups(self) -> None:
+        """Drop all communicators as the world closes."""
+        self._device_groups = {}
         self.fast_path = self.fast_path_on_device = None
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
-        labels = [channel.opened.label for channel in self._channels.values()]
+        """Abort every rank's wait in this group; the group can no longer be used."""
+        labels = [device_group.opened.label for device_group in self._device_groups.values()]
         get_registry(self.world).abort(labels, {"reason": reason, "group": self.name})
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """``monitored_barrier``, which waits."""
-        verbs["monitored_barrier"](self, timeout, wait_all_ranks)
+        operations["monitored_barrier"](self, timeout, wait_all_ranks)
 
-    def _start(self, verb: str, asked: Asked, given: dict[str, Any]) -> Work:
-        work: Work = verbs[verb](**given, group=self, async_op=True)
+    def _start(self, operation: str, asked: Asked, given: dict[str, Any]) -> Work:
+        work: Work = operations[operation](**given, group=self, async_op=True)
         if asked.timeout is not None:
             bound(work, asked.timeout)
         if not asked.is_async:
             work.wait()
         return work
 
-    def _message(self, verb: str, tensor: Any, peer: int | None, tag: int) -> Work:
-        return verbs[f"i{verb}"](tensor, None, self, tag, peer)  # type: ignore[no-any-return]
+    def _message(self, operation: str, tensor: Any, peer: int | None, tag: int) -> Work:
+        return operations[f"i{operation}"](tensor, None, self, tag, peer)  # type: ignore[no-any-return]
 
     def _main_device_type(self) -> str:
         return "cpu" if "cpu" in self.backends else next(iter(self.backends))
 
-    def _timeout_on(self, wire: Wire) -> timedelta:
-        return self.own_timeout or self.world.timeout or wire.default_timeout
+    def _timeout_on(self, backend: BackendType) -> timedelta:
+        return self.own_timeout or self.world.timeout or backend.default_timeout
 
-    def _open_channel(self, device_type: str, agreement: Agreement | None, slot: str) -> Channel:
+    def _open_device_group(
+        self, device_type: str, agreement: Agreement | None, slot: str
+    ) -> DeviceGroup:
         self.check_usable()
-        wire = get_wire(self.wire_name(device_type))
-        rank, timeout = self.world.rank, self._timeout_on(wire)
-        registry, connection = get_registry(self.world), wire.connection_for(device_type)
-        for channel in self._channels.values():
-            if channel.wire.connection_for(channel.device_type) == connection:
-                self._channels[device_type] = channel
-                self._connect(channel, device_type)
-                return channel
+        backend = get_backend(self.backend_name(device_type))
+        rank, timeout = self.world.rank, self._timeout_on(backend)
+        registry, connection = get_registry(self.world), backend.connection_for(device_type)
+        for device_group in self._device_groups.values():
+            if device_group.backend.connection_for(device_group.device_type) == connection:
+                self._device_groups[device_type] = device_group
+                self._connect(device_group, device_type)
+                return device_group
         if agreement is None:
             lack = self.make_room(device_type)
             if (known := self._agreement) is not None:
                 if lack:  # of the world, whose ranks have not agreed upon anything
                     raise lack_error(rank, self.name, self.ranks, f"rank {rank}: {lack}")
                 known = replace(known, name=f"{known.name}/{connection}", opened=[])
-            told = self.ranks, "group", {"text": self.name, "ranks": self.ranks, "wire": wire.name}
+            told = (
+                self.ranks,
+                "group",
+                {"text": self.name, "ranks": self.ranks, "backend": backend.name},
+            )
             with registry.opening(known) as agree:
                 agreed = known or agree(*told, timeout, offers=self.offer(device_type), lack=lack)
-                return self._open_channel(device_type, agreed, slot)
+                return self._open_device_group(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{connection}")
-        find_lost = registry.presence.make_search(agreement, self.ranks)
+        find_lost = registry.liveness.make_search(agreement, self.ranks)
         opening = replace(
             self._opening(label, device_type, timeout),
             find_lost=find_lost,
             has_died=registry.endings.has_died,
         )
-        with self._explained_opening(wire):
+        with self._explained_opening(backend):
             try:
-                opened = registry.acquire(wire, opening, agreement, label, self)
-            except WireRefused as refusal:
-                if not (self._chooses_wires and wire.replacement):
+                opened = registry.acquire(backend, opening, agreement, label, self)
+            except BackendUnsupported as refusal:
+                if not (self._chooses_backends and backend.replacement):
                     raise
-                _log.info("%s goes by %s: %s", self.name, wire.replacement, refusal)
-                self.backends = {**self.backends, device_type: wire.replacement}
-                return self._open_channel(device_type, agreement, slot)
+                _log.info("%s uses backend %s: %s", self.name, backend.replacement, refusal)
+                self.backends = {**self.backends, device_type: backend.replacement}
+                return self._open_device_group(device_type, agreement, slot)
         try:
             of_group = self.name, self.ranks, self._group_rank
-            facts = GroupFacts(*of_group, opened.label, wire.name, timeout)
+            facts = GroupFacts(*of_group, opened.label, backend.name, timeout)
             if registry.look is None:
-                registry.look = LateMembers(self.world).look
-            others = MembersOfWorld(self.world, facts, opened)
-            channel = Channel(facts, wire, opened, device_type, others, ref(self))
-            self._channels[device_type] = channel
-        except BaseException:  # an interrupt: without a channel `__del__` would not give it up
+                registry.look = LatePeers(self.world).look
+            others = WorldPeers(self.world, facts, opened)
+            device_group = DeviceGroup(facts, backend, opened, device_type, others, ref(self))
+            self._device_groups[device_type] = device_group
+        except BaseException:  # an interrupt: without a device group `__del__` would not give it up
             registry.release(opened, self)
             raise
-        self.is_on_stream |= channel.communicator.on_stream
-        self._connect(channel, device_type)
+        self.is_on_stream |= device_group.communicator.on_stream
+        self._connect(device_group, device_type)
         if device_type == "cpu":
-            self.fast_path = channel.fast_path
-        elif channel.communicator.on_stream:
-            self.fast_path_on_device = channel.fast_path
+            self.fast_path = device_group.fast_path
+        elif device_group.communicator.on_stream:
+            self.fast_path_on_device = device_group.fast_path
         where = f"rank {rank} opened {self.name}, {ranks_text(self.ranks)}"
-        _log.debug("%s, on wire %s for %s tensors", where, wire.name, device_type)
-        return channel
+        _log.debug("%s, on backend %s for %s tensors", where, backend.name, device_type)
+        return device_group
 
-    def _connect(self, channel: Channel, device_type: str) -> None:
-        """Connect the channel for ``device_type`` now, if a device of this type is bound."""
+    def _connect(self, device_group: DeviceGroup, device_type: str) -> None:
+        """Connect the device group now if a device of ``device_type`` is bound."""
         if self.device is None or self.device.type != device_type:
             return
 
         def tell(text: str) -> None:
             reason = f"{self.name} did not connect: {text}"
-            get_registry(self.world).break_here(channel.opened.label, reason)
+            get_registry(self.world).break_here(device_group.opened.label, reason)
 
-        with self._explained_opening(channel.wire, tell):
-            channel.communicator.connect(self.device)
+        with self._explained_opening(device_group.backend, tell):
+            device_group.communicator.connect(self.device)
 
     def _opening(self, label: str, device_type: str, timeout: timedelta) -> Opening:
         world = self.world
@@ -417,15 +432,15 @@ class ProcessGroup(VerbMethods):
         )
 
     def _explained_opening(
-        self, wire: Wire, tell: Callable[[str], None] | None = None
+        self, backend: BackendType, tell: Callable[[str], None] | None = None
     ) -> AbstractContextManager[None]:
         where = f"rank {self.world.rank}, among {ranks_text(self.ranks)}"
         find_silent = partial(silent_ranks, self.world, self.ranks)
-        return explained_opening(self.name, self.ranks, wire, where, find_silent, tell)
+        return explained_opening(self.name, self.ranks, backend, where, find_silent, tell)
 
 
 def world_group(world: World | None = None) -> ProcessGroup:
-    """Return the group of all ranks of ``world``, made at first use; None is the current world."""
+    """Return the group of all ranks of ``world`` (None: the current), made at first use."""
     world = world or get_world()
     found = world.group
     if not isinstance(found, ProcessGroup):
@@ -443,22 +458,23 @@ def world_group(world: World | None = None) -> ProcessGroup:
 
 
 class MeshLike(Protocol):
-    """A mesh, as the argument ``group`` of a verb: this rank's group along all its axes."""
+    """A mesh as the argument ``group``: this rank's group along all its axes."""
 
     def open_group(self) -> ProcessGroup:
-        """Return this rank's open group along the axes of the mesh, flattened row-major."""
+        """Return this rank's open group along the mesh axes, flattened row-major."""
 
 
 GroupLike: TypeAlias = "ProcessGroup | MeshLike | None"
-"""The argument ``group`` of a verb: a group, a mesh such as ``mesh["tp"]``, None for the world."""
+"""The argument ``group`` of a collective: a group, a mesh such as ``mesh["tp"]``, None for the
+world."""
 
 
 def resolve_group(group: object) -> ProcessGroup:
-    """Return the ProcessGroup that a verb's argument ``group`` stands for.
+    """Return the ProcessGroup for the argument ``group``.
 
     Raises:
-        NotInGroupError: this rank is no member.
-        GroupKindError: it is no ProcessGroup, mesh or None.
+        NotInGroupError: This rank is not a member.
+        GroupKindError: ``group`` is not a ProcessGroup, a mesh or None.
     """
     if group is None:
         found = get_usable_world().group
@@ -471,8 +487,8 @@ def resolve_group(group: object) -> ProcessGroup:
         raise NotInGroupError(
             "this rank is not a member of the group",
             where=f"rank {get_world().rank}",
-            expected="verbs on a group only by its members",
-            fix="skip the call where new_group returned GroupMember.NON_GROUP_MEMBER",
+            expected="a call only on ranks of the group",
+            fix="skip the call on ranks where new_group() returned GroupMember.NON_GROUP_MEMBER",
         )
     raise GroupKindError(
         f"{group!r} is not a group of meshdist",
@@ -483,12 +499,12 @@ def resolve_group(group: object) -> ProcessGroup:
 
 
 def _instead_of(group: object) -> str | None:
-    """Return the advice for an argument that is no group of ours; None if there is none."""
+    """Return a fix for an argument that is not a meshdist group, or None."""
     names = group if isinstance(group, (tuple, list)) else [group]
     if all(isinstance(name, str) for name in names):
-        return f"name the axis on its mesh: group=mesh[{group!r}]"
+        return f"pass the axis of its mesh: group=mesh[{group!r}]"
     if isinstance(group, TorchGroup):
-        return "make ours of the same ranks: meshdist.distributed.new_group(ranks)"
+        return "create a meshdist group of the same ranks: meshdist.distributed.new_group(ranks)"
     if type(group).__module__ == "torch.distributed.device_mesh":
-        return "make ours of it: DeviceMesh.from_torch(mesh)"
+        return "convert it: DeviceMesh.from_torch(mesh)"
     return None

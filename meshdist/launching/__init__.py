@@ -1,1 +1,1 @@
-"""Starts processes, watches them, and leaves none behind; imports no torch."""
+"""Start, monitor and stop a job's processes, without importing torch."""

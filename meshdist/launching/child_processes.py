@@ -1,7 +1,4 @@
-"""Child processes: started, watched, and ended with all that they have started themselves.
-
-Serves every way of starting processes, whatever the environments and the output of the ranks.
-"""
+"""Start, monitor and stop child processes, including all processes that they start themselves."""
 
 from __future__ import annotations
 
@@ -21,20 +18,20 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from ..runtime.deadlines import Deadline
-from . import guard
-from .guard import MARK, REMOVE_AFTER, Family
-from .questions import FOLDER, ask_where, read_answers
+from . import orphan_reaper
+from .orphan_reaper import MARK, REMOVE_AFTER, ProcessTree
+from .stack_dump import FOLDER, ask_where, read_answers
 
 GRACE_S = 3.0
-"""How long a process that was asked to end may take before it is killed."""
+"""Grace period of a process between the request to end and SIGKILL."""
 
 _POLL_S = 0.02
-_ANSWER_S = 1.0  # ranks look for questions eight times a second
+_ANSWER_S = 1.0  # ranks check for questions eight times a second
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null as each standard stream that is closed, as a daemon's may be."""
-    # Otherwise the next file or pipe gets its number, and children take it for their own stream.
+    """Open /dev/null as each standard stream that is closed, as in a daemon."""
+    # Otherwise the next file or pipe gets its number, and children would use it as their stream.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -46,7 +43,7 @@ def open_closed_streams() -> None:
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """End of one process: its exit code, or minus the signal, and when, in monotonic seconds."""
+    """Exit of a process: its exit code, or minus the signal, and its time (monotonic)."""
 
     rank: int
     pid: int
@@ -55,7 +52,7 @@ class ProcessExit:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell gives it: 128 + N for signal N."""
+        """The exit code in shell convention: 128 + N for signal N."""
         return 128 - self.code if self.code < 0 else self.code
 
     def __str__(self) -> str:
@@ -67,35 +64,34 @@ class ProcessExit:
 
 
 def is_dying(pid: int) -> bool:
-    """Return whether a child has not ended, but its first thread has, or SIGKILL is pending."""
+    """Return whether a child is about to end: its main thread has, or SIGKILL is pending."""
     try:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return False
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
-            told = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+            fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     except OSError:
         return False
-    pending = int(told.get("SigPnd", "0"), 16) | int(told.get("ShdPnd", "0"), 16)
-    return told.get("State", "").startswith("Z") or bool(pending >> (signal.SIGKILL - 1) & 1)
+    pending = int(fields.get("SigPnd", "0"), 16) | int(fields.get("ShdPnd", "0"), 16)
+    return fields.get("State", "").startswith("Z") or bool(pending >> (signal.SIGKILL - 1) & 1)
 
 
 class Launch:
-    """Children of one launch, and all that they start: none of them outlives this process."""
+    """Children of one launch and their descendants; none outlives this process."""
 
-    # Where the system has process file descriptors (Linux), children are seen to end in the true
-    # order. Not safe for use by several threads.
+    # With process file descriptors (Linux), exits are seen in their true order. Not thread-safe.
 
     def __init__(self) -> None:
-        self.mark = secrets.token_hex(8)  # stands in the environment of its processes
-        self.directory = tempfile.mkdtemp(prefix="meshdist-launch-")  # this user's; ends with it
+        self.mark = secrets.token_hex(8)  # in the environment of its processes
+        self.directory = tempfile.mkdtemp(prefix="meshdist-launch-")  # private; removed at the end
         self.running: dict[int, subprocess.Popen[Any]] = {}  # by rank
-        self.endings: list[ProcessExit] = []  # of the others, in the order of their ends
+        self.endings: list[ProcessExit] = []  # exits so far, in order
         self.failed: ProcessExit | None = None  # the first child that failed
-        self.killed: list[int] = []  # ranks that had not ended when stop() had waited
-        self.hurried = False  # set it to make stop() kill without waiting
+        self.killed: list[int] = []  # ranks still running after the grace periods of stop()
+        self.hurried = False  # makes stop() kill without waiting
         self._handles: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
-        self._family = Family(self.mark)
+        self._process_tree = ProcessTree(self.mark)
         self._guard = Guard(self.mark, self.directory)
         self._is_stopped = False
 
@@ -109,7 +105,7 @@ class Launch:
         inherited: Sequence[int] = (),
         **streams: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start ``command`` as the child ``rank``, which inherits ``listener``, closed here."""
+        """Start ``command`` as child ``rank``; it inherits ``listener``, which is closed here."""
         inherited = [*inherited, *([] if listener is None else [listener.fileno()])]
         child = subprocess.Popen(
             command,
@@ -122,12 +118,12 @@ class Launch:
         if listener is not None:
             listener.close()
         self._guard.adopt(child.pid)
-        self._family.add(child.pid)
+        self._process_tree.add(child.pid)
         self.add(rank, child)
         return child
 
     def add(self, rank: int, child: subprocess.Popen[Any]) -> None:
-        """Watch ``child`` as ``rank``, whose end ``step`` then returns."""
+        """Monitor ``child`` as ``rank``; ``step`` returns its exit."""
         self.running[rank] = child
         with contextlib.suppress(AttributeError, OSError):
             handle = os.pidfd_open(child.pid)
@@ -135,11 +131,11 @@ class Launch:
             self._selector.register(handle, selectors.EVENT_READ, rank)
 
     def attend(self, file: BinaryIO | int, read: Callable[[], bool]) -> None:
-        """Let ``step`` call ``read`` whenever ``file`` is readable, until it returns False."""
+        """Make ``step`` call ``read`` whenever ``file`` is readable, until it returns False."""
         self._selector.register(file, selectors.EVENT_READ, (file, read))
 
     def step(self, timeout_s: float | None = None) -> list[ProcessExit]:
-        """Wait up to timeout_s for a process's end or output; return the ended, in order."""
+        """Wait up to ``timeout_s`` for an exit or output; return new exits in order."""
         is_polling = len(self._handles) < len(self.running)
         if is_polling:
             timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
@@ -168,7 +164,7 @@ class Launch:
         self._note_exit(rank, code)
 
     def _await_dying(self) -> None:
-        """Wait briefly for children about to end, and note their exits before all others."""
+        """Wait briefly for children about to end, and record their exits first."""
         dying = [rank for rank, child in self.running.items() if is_dying(child.pid)]
         grace = Deadline(_ANSWER_S)
         for rank in dying:
@@ -189,7 +185,7 @@ class Launch:
             os.close(handle)
 
     def ask_where(self) -> dict[int, bytes]:
-        """Return, by rank, where in the program running ranks are; "" for a rank without answer."""
+        """Return the stacks of running ranks; b"" for a rank that does not answer."""
         running, grace = {*self.running}, Deadline(_ANSWER_S)
         ask_where(self.directory)
         while True:
@@ -199,10 +195,10 @@ class Launch:
             self.step(_POLL_S)
 
     def stop(self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)) -> None:
-        """End all children that still run, and then all that they have started.
+        """Stop all running children and their descendants.
 
         Args:
-            signals: (signal, seconds to wait after it), sent in turn; SIGKILL always follows.
+            signals: (signal, grace period in seconds) pairs, sent in turn before SIGKILL.
         """
         self._is_stopped = True
         for number, patience_s in signals:
@@ -215,12 +211,12 @@ class Launch:
         grace = Deadline(1.0)
         while self.running and not grace.is_over:
             self.step(grace.left_s)
-        self._family.kill()
+        self._process_tree.kill()
 
     def _send(self, number: int) -> None:
         for child in self.running.values():
-            # Not reaped yet, so that no other process can have this number. A child that leads a
-            # process group is signalled with its whole group.
+            # No other process can have the number of a child that is not reaped. A child that
+            # leads a process group is signalled together with its group.
             with contextlib.suppress(OSError):
                 if os.getpgid(child.pid) == child.pid:
                     os.killpg(child.pid, number)
@@ -228,7 +224,7 @@ class Launch:
                     os.kill(child.pid, number)
 
     def close(self) -> None:
-        """End running children at once, release their handles, and remove the job's directory."""
+        """Kill running children, release their handles, and remove the job's directory."""
         if not self._is_stopped:
             self.stop(())
         for rank in list(self._handles):
@@ -239,19 +235,18 @@ class Launch:
 
 
 class Guard:
-    """A process that ends a launch's processes and removes its directory if this process dies."""
+    """Process that kills a launch's processes and removes its directory if this process dies."""
 
     def __init__(self, mark: str, directory: str = "") -> None:
         self._process = _start_script(mark, directory, stdin=subprocess.PIPE)
 
     def adopt(self, pid: int) -> None:
-        """Let the guard end the process ``pid``, too."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{pid}\n".encode())
 
     def dismiss(self) -> None:
-        """End the guard process; the launch's other processes must have ended before."""
+        """Stop the guard process, after the launch's other processes have ended."""
         assert self._process.stdin is not None
         self._process.kill()
         self._process.wait()
@@ -260,16 +255,16 @@ class Guard:
 
 def remove_after(pid: int, directory: str) -> None:
     """Start a process that removes ``directory`` once process ``pid`` has ended."""
-    if hasattr(os, "pidfd_open"):  # else it stays
+    if hasattr(os, "pidfd_open"):  # elsewhere the directory remains
         remover = _start_script(REMOVE_AFTER, str(pid), directory, stdin=subprocess.DEVNULL)
-        remover.returncode = 0  # it outlives this process, which never waits for it
+        remover.returncode = 0  # it outlives this process, which must not wait for it
 
 
 def _start_script(*arguments: str, stdin: int) -> subprocess.Popen[bytes]:
-    # Without the mark of an outer launch, which could end it before its work is done.
+    # Remove the mark of an outer launch, which could kill it before its work is done.
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, *arguments],
+        [sys.executable, "-I", "-S", orphan_reaper.__file__, *arguments],
         stdin=stdin,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -1,13 +1,12 @@
-"""The reports of ranks that failed, equal tracebacks together, and the line above the last.
+"""Find the first rank that failed, and group equal tracebacks of failed ranks.
 
-Two are equal if they differ in nothing but the place of each rank: its own number, with its
-coordinates, where the other has its own, process ids and addresses in memory. Of an error that the
-members of a group raise together each report ends one traceback; they are of one error if its text
-is equal but for the line about the rank's own call.
+Equal tracebacks differ only in each rank's own number and coordinates, process ids and memory
+addresses. If a group's members raise one error together, error texts may also differ in the line
+about the rank's own call.
 
-A rank that fails takes others with it, and its own process may end after theirs. What a rank wrote
-last to stderr shows whether it only quotes another; its traceback begins when it fails, not when
-its process ends. Ranks run any program, torch.distributed's too, so only the text is used.
+A rank that fails makes other ranks fail, and its process may end after theirs. Its last text on
+stderr shows whether its error quotes another rank, and its traceback's start shows when it failed.
+Only text is used, because ranks may run any program.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from ..error_text import ranks_text
 from .child_processes import ProcessExit
 
 TRACEBACK = b"Traceback (most recent call last):"
-"""How Python's report of an exception begins."""
+"""The first line of Python's traceback."""
 
-# How the text between two tracebacks of one report ends.
+# The end of the text between two chained tracebacks.
 _CHAINED = (b"direct cause of the following exception:", b"another exception occurred:")
 _OF_ANOTHER = re.compile(
     rb"""
-    AbortedError:                                   # by another rank, as a rule
+    AbortedError:                                   # usually caused by another rank
     | \bfailed\ first,\ in\                         # a timeout or failure that quotes the first
     | \bwas\ interrupted\ by\b
-    | :\ gives\ no\ answer:\ it\ has\ ended | give\ no\ answer:\ they\ have\ ended
+    | :\ does\ not\ respond:\ it\ has\ exited | do\ not\ respond:\ they\ have\ exited
     | \bfound:\ +rank\ \d+\ (has\ ended|ended\ by)\b
-    | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ serves\ the\ store\ has\ ended\b
+    | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ hosts\ the\ store\ has\ ended\b
     | Connection\ (closed|reset)\ by\ peer          # Gloo
     | remote\ process\ exited                       # NCCL
     | DistNetworkError: | failed\ to\ recv,\ got\ 0\ bytes | TCPStore.{0,80}Broken\ pipe
@@ -45,11 +44,11 @@ _KEPT_WITHOUT_TRACEBACK = 4096
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed by itself.
+    """Failure of one rank.
 
     Args:
-        at: when it failed, in seconds on a clock that all failures share.
-        text: the end of what it wrote to stderr.
+        at: the failure's time in seconds, on a clock shared by all failures.
+        text: the end of the rank's stderr.
     """
 
     ending: ProcessExit
@@ -58,7 +57,7 @@ class Failure:
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Return whether a failure's report says that another rank failed before it.
+    """Return whether a report shows that another rank failed before.
 
     Example:
         >>> text = b"Traceback (most recent call last):\\nRuntimeError: Connection closed by peer"
@@ -66,23 +65,23 @@ def is_consequence(failure: Failure) -> bool:
         True
     """
     code = failure.ending.code
-    if code < 0 and code != -_SIGABRT:  # C++ ends with SIGABRT where an exception is not caught
+    if code < 0 and code != -_SIGABRT:  # an uncaught C++ exception ends with SIGABRT
         return False
     return quotes_another(failure.text)
 
 
 def quotes_another(text: bytes) -> bool:
-    """Return whether the last report in ``text`` says that another rank failed before."""
+    """Return whether the last report in ``text`` quotes another rank's failure."""
     return _OF_ANOTHER.search(_last_report(text)) is not None
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the first failure that quotes no other rank, or the first if each quotes another."""
+    """Return the first failure that quotes no other rank, else the first."""
     return min(failures, key=lambda failure: (is_consequence(failure), failure.at))
 
 
 def _last_report(text: bytes) -> bytes:
-    """Return the last traceback in ``text``, with the chained tracebacks before it."""
+    """Return the last traceback in ``text``, including chained tracebacks."""
     *before, report = text.split(TRACEBACK)
     if not before:
         return report[-_KEPT_WITHOUT_TRACEBACK:]
@@ -94,19 +93,19 @@ def _last_report(text: bytes) -> bytes:
 _PLACE = re.compile(
     rb"(\brank \d+\b(?: \(\w+=\d+(?:, \w+=\d+)*\))?|\b(?:pid|process) \d+\b|\b0x[0-9a-f]+\b)"
 )
-# The text of an error below the last frame, in two parts: around the line about the own call.
+# The error text below the last frame, before and after the line about the rank's own call.
 _TOGETHER = re.compile(rb"\n(\w\S*: .*\n(?: +.*\n)*?)( +)raised on rank \d+(.*)\n((?: +.*\n?)*)")
 
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a rank's stderr, from its last traceback."""
+    """A rank's stderr from its last traceback."""
 
     rank: int
     text: bytes
 
     def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
-        """Return whether the report ends by Ctrl-C, its rank in ``places``, or quotes another rank.
+        """Return whether the report is of Ctrl-C on a rank in ``places``, or quotes another.
 
         Example:
             >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")
@@ -118,7 +117,7 @@ class Report:
 
 
 def are_equal(report: Report, other: Report) -> bool:
-    """Return whether two reports differ at most in each rank's own number, and in process ids.
+    """Return whether two reports differ at most in each rank's number and process ids.
 
     Example:
         >>> are_equal(Report(0, b"rank 0: 2 ranks"), Report(1, b"rank 1: 2 ranks"))
@@ -135,7 +134,7 @@ def are_equal(report: Report, other: Report) -> bool:
 
 
 def _are_places(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
-    """Return whether the texts name the ranks ``own`` with equal axes, or neither names a rank."""
+    """Return whether the texts are the ranks ``own`` with equal axes, or neither is a rank."""
     if not text.startswith(b"rank "):
         return not other.startswith(b"rank ")
     (mine, at), (others, there) = (place.partition(b" (")[::2] for place in (text, other))
@@ -143,7 +142,7 @@ def _are_places(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
 
 
 def _find_own_call(report: Report) -> re.Match[bytes] | None:
-    """Return the match of this rank's own call in an error of the whole group, or None."""
+    """Return the match of this rank's own call in its group's error, or None."""
     *_, found = [None, *_TOGETHER.finditer(with_end(report.text))]
     return found
 
@@ -156,7 +155,7 @@ def _are_of_one_error(report: Report, other: Report) -> bool:
 
 
 def grouped(reports: Sequence[Report]) -> list[list[Report]]:
-    """Return reports in lists, each of equal reports or of the same error, in the order given.
+    """Return reports grouped by equal text or error, in the given order.
 
     Example:
         >>> [len(part) for part in grouped([Report(0, b"a"), Report(1, b"b"), Report(2, b"a")])]
@@ -174,7 +173,7 @@ def grouped(reports: Sequence[Report]) -> list[list[Report]]:
 
 
 def text_of(group: Sequence[Report]) -> bytes:
-    """Return the text of the first of some reports of one error, with a line for each other call.
+    """Return a group's first report, plus a line for each other call.
 
     Example:
         >>> error = b"\\nValueError: 1\\n  where:  here\\n          raised on rank %d, call %d"
@@ -202,24 +201,24 @@ def text_of(group: Sequence[Report]) -> bytes:
 
 
 def places_text(places: Mapping[int, bytes]) -> bytes:
-    """Return a text that says where ranks are, equal places together.
+    """Return the stacks of ranks, grouping equal stacks.
 
     Example:
         >>> print(places_text({0: b"  at home", 1: b"", 2: b"  at home"}).decode(), end="")
         meshdist: ranks 0, 2 were here:
           at home
-        meshdist: rank 1 did not answer where: stopped, or inside one long call
+        meshdist: rank 1 did not report a stack: stopped, or inside one long call
     """
     silent = sorted(rank for rank, text in places.items() if not text)
-    told = [Report(rank, text) for rank, text in sorted(places.items()) if text]
+    answered = [Report(rank, text) for rank, text in sorted(places.items()) if text]
     parts = [
         f"meshdist: {ranks_text(report.rank for report in group)} "
         f"{'was' if len(group) == 1 else 'were'} here:\n".encode()
         + text_of(group)
-        for group in grouped(told)
+        for group in grouped(answered)
     ]
     if silent:
-        text = "did not answer where: stopped, or inside one long call"
+        text = "did not report a stack: stopped, or inside one long call"
         parts.append(f"meshdist: {ranks_text(silent)} {text}\n".encode())
     return b"".join(parts)
 
@@ -231,7 +230,7 @@ def summary_of(
     equal: Collection[int],
     num_stopped: int,
 ) -> str:
-    """Return one line about a job that failed; ``equal`` ranks reported the same as the cause."""
+    """Return a failed job's summary line; ``equal`` ranks reported the same error."""
     ending = cause.ending
     same = sorted(set(equal) - {ending.rank})
     others = {failure.ending.rank for failure in failures} - {ending.rank, *same}
@@ -242,14 +241,14 @@ def summary_of(
     if others:
         text += f"; {ranks_text(sorted(others))} failed after it"
     if before:
-        text += f"; {ranks_text(before)} had ended before, with exit code 0"
+        text += f"; {ranks_text(before)} had already exited with code 0"
     if num_stopped:
-        text += f"; stopped {num_stopped} other rank(s) of this host"
+        text += f"; stopped {num_stopped} other rank(s) on this host"
     return text
 
 
 def with_end(text: bytes) -> bytes:
-    """Return ``text``, with a line break at its end unless it is empty.
+    """Return ``text`` with a final line break, unless it is empty.
 
     Example:
         >>> with_end(b"one"), with_end(b"")

@@ -1,16 +1,16 @@
-"""Starts the processes of a job on one host, watches them, and leaves none behind.
+"""Start the processes of a job on one host, monitor them, and stop all of them at the end.
 
-Several launchers, each on its host, make one job; they do not talk to each other. Neither this
-module nor what it imports loads torch or numpy.
+Each host of a job has its own launcher; launchers do not communicate. The module and its imports
+load neither torch nor numpy.
 
-When a rank fails, the others are stopped within five seconds; in the first two they may end by
-themselves. The end of stderr of the rank that failed first, though its process may have ended
-later, is shown once more, last. Whatever the ranks have started ends with them. The ranks have the
-launcher's standard input. What they write is shown as it comes, in whole lines. A traceback waits
-up to three seconds; equal tracebacks of ranks that failed are shown once.
+If a rank fails, the launcher stops the others within five seconds; in the first two they may end by
+themselves. It prints the end of the first failed rank's stderr again, as the last output. It also
+stops processes that ranks started. Ranks share its standard input. Their output is printed in
+complete lines as it arrives. Tracebacks are held for up to three seconds, so that equal tracebacks
+are printed once.
 
-The job's exit code is 0 if all ranks succeeded; that of the rank that failed first, 128 + N if
-signal N ended it; 128 + N if the launcher was asked to end by signal N.
+The exit code is 0 if all ranks succeeded, else the first failed rank's (128 + N for signal N), or
+128 + N if signal N ended the launcher.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..runtime.deadlines import Deadline
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room
 from .child_processes import GRACE_S, Launch, ProcessExit
 from .failed_ranks import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
+from .output import LOOK_S, Console, Destination, Output, Stream, open_terminal, show
 from .rank_environment import JobPlace, LaunchError, rank_environment, reserve_port
-from .streams import LOOK_S, Console, Destination, Output, Stream, open_terminal, show
 
 DEFAULT_PORT = 29500
-"""The port of rank 0's store where several hosts must agree on one in advance; torch's."""
+"""The default port of rank 0's store on several hosts, as in torch."""
 
-_DESCRIPTORS = 8  # beside those of ranks, at most
+_DESCRIPTORS = 8  # at most, in addition to the ranks' descriptors
 _DRAIN_S = 0.5
-# How long ranks may end by themselves once one has failed: the others then report what they saw,
-# and the cause may be among those that take longer to end. Then how long after SIGTERM.
+# How long ranks may end by themselves after a failure: they then report their errors, and the cause
+# may be a rank that ends later. Then the grace period after SIGTERM.
 _ENDING_S = 2.0
 _STOPPING_S = 2.0
 
@@ -48,7 +48,7 @@ _STOPPING_S = 2.0
 
 
 class _Signals:
-    """Record of the first signal that asks the launcher to end; a second signal makes it hurry."""
+    """Record of the first signal that ends the launcher; a second signal makes it hurry."""
 
     def __init__(self, launch: Launch) -> None:
         self.received: int | None = None
@@ -59,7 +59,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def noted(self, wanted: Sequence[int] | None) -> Iterator[None]:
-        """Note ``wanted`` signals (None: INT, TERM, HUP) inside, if this is the main thread."""
+        """Record ``wanted`` signals (None: INT, TERM, HUP) in the context, on the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             if wanted is None:
@@ -82,7 +82,7 @@ class _Signals:
             os.write(self._writer, b"!")
 
 
-# Python programs end tidily on SIGINT; those that were started to ignore it get SIGTERM.
+# Python programs end cleanly on SIGINT; programs that ignore it get SIGTERM.
 _ON_INTERRUPT = ((signal.SIGINT, 2.0), (signal.SIGTERM, 1.5))
 
 
@@ -93,13 +93,13 @@ def _check(command: object, nprocs: int, place: JobPlace) -> None:
     nnodes, node_rank, port = place.nnodes, place.node_rank, place.master_port
     if not command:
         raise LaunchError(
-            "there is no command to start",
+            "no command to start",
             expected="a script, or -m and a module",
             fix="meshdist run -n 4 script.py",
         )
     counts = (
         (nprocs, f"cannot start {nprocs} processes", "-n (nprocs)", "meshdist run -n 4 script.py"),
-        (nnodes, f"a job cannot run on {nnodes} hosts", "--nnodes", None),
+        (nnodes, f"a job cannot run on {nnodes} hosts", "--nnodes", "pass --nnodes 1 or more"),
     )
     for count, problem, where, fix in counts:
         if count < 1:
@@ -111,23 +111,24 @@ def _check(command: object, nprocs: int, place: JobPlace) -> None:
             where="--node-rank",
             expected=f"0 to {nnodes - 1}: less than --nnodes",
             found=str(node_rank),
-            fix="give each host its own number, from 0",
+            fix="pass a different --node-rank on each host, from 0",
         )
     if nnodes > 1 and not place.master_addr:
         raise LaunchError(
             f"a job on {nnodes} hosts needs the address of host 0",
             where="--master-addr",
-            expected="a name or address by which every host reaches host 0",
+            expected="a name or address of host 0 that every host can reach",
             found="nothing",
             fix=f"meshdist run --nnodes {nnodes} --node-rank {node_rank} "
             "--master-addr HOST0 -n 4 script.py",
         )
     if port is not None and not 0 <= port < 65536:
         raise LaunchError(
-            f"{port} is no port",
+            f"{port} is not a port",
             where="--master-port",
-            expected="1 to 65535, or nothing to have one chosen on a single host",
+            expected="1 to 65535",
             found=str(port),
+            fix="pass a port from 1 to 65535, or omit --master-port on a single host",
         )
 
 
@@ -137,10 +138,10 @@ def _say_where_the_store_listens(address: str, port: int, nnodes: int) -> None:
         return
     place = f"{address}, port {port}"
     if not is_loopback and nnodes > 1:
-        place = f"every interface of this host, port {port}, for the others to reach as {address}"
+        place = f"every interface of this host, port {port} (other hosts connect to {address})"
     print(
-        f"meshdist: rank 0's store listens on {place}; whoever reaches it can join or disturb "
-        "the job (it asks for no password), so keep the port inside the cluster",
+        f"meshdist: rank 0's store listens on {place}; any process that reaches it can join or "
+        "disturb the job (there is no password), so keep the port inside the cluster",
         file=sys.stderr,
         flush=True,
     )
@@ -156,17 +157,16 @@ def run_processes(
     signals: Sequence[int] | None = None,
     stopping_s: float | None = None,
 ) -> int:
-    """Run command as nprocs ranks on this host; return the job's exit code when all have ended.
+    """Run ``command`` as ``nprocs`` ranks on this host; return the job's exit code.
 
     Args:
-        command: program and arguments; or a function that gives them for a local rank.
-        nprocs: how many ranks this host, and every other host of the job, starts.
-        env: the environment to start from (default: this process's).
-        place: of this host in the job; a free port is chosen on a single host, else 29500.
-        output: what of the ranks' output is shown, and what is kept in files.
-        signals: those that end the job; SIGINT, SIGTERM and, unless it is ignored, SIGHUP if None.
-        stopping_s: how long ranks that were asked to end may take before they are killed; if None,
-            2 seconds after a failure, and 3 to 3.5 after a signal.
+        command: program and arguments, or a function that returns them for a local rank.
+        nprocs: the number of ranks on each host.
+        env: the base environment (default: this process's).
+        place: this host's part of the job; the default port is free on a single host, else 29500.
+        signals: the signals that end the job; None for SIGINT, SIGTERM and, unless ignored, SIGHUP.
+        stopping_s: grace period in seconds before SIGKILL; None for 2 after a failure and 3 to 3.5
+            after a signal.
     """
     _check(command, nprocs, place)
     nnodes = place.nnodes
@@ -175,7 +175,7 @@ def run_processes(
     if lack := make_descriptor_room(_DESCRIPTORS + nprocs * per_rank):
         raise LaunchError(f"cannot start {nprocs} processes: {lack}", fix=MORE_DESCRIPTORS)
     address = place.master_addr or "127.0.0.1"
-    # Port 0 asks for a free one, as it does everywhere.
+    # Port 0 asks for a free port.
     port = place.master_port or None
     meets_here = nnodes == 1 and place.master_addr is None and port is None
     with contextlib.ExitStack() as stack:
@@ -211,8 +211,6 @@ def run_processes(
 
 @dataclass
 class _LocalRanks:
-    """The ranks of one launch on this host."""
-
     _launch: Launch
     _signals: _Signals
     _command: Sequence[str] | Callable[[int], Sequence[str]]
@@ -220,7 +218,7 @@ class _LocalRanks:
     _stopping_s: float | None
     _errors: dict[int, Stream] = field(default_factory=dict)
     _streams: list[Stream] = field(default_factory=list)
-    _late: dict[int, Report] = field(default_factory=dict)  # the last one of each rank shown so
+    _late: dict[int, Report] = field(default_factory=dict)  # the last such report of each rank
     _late_at: int = -1
     _console: Console = field(default_factory=Console)
     _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -228,7 +226,7 @@ class _LocalRanks:
     def start(
         self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None
     ) -> None:
-        """Start a rank that inherits ``listener``, and close it here; after a signal start none."""
+        """Start a rank with ``listener``, unless a signal ends the launcher."""
         if self._signals.received:
             return
         rank = int(environment["RANK"])
@@ -262,7 +260,7 @@ class _LocalRanks:
         self._errors[rank] = ends["stderr"][0]
 
     def _open(self, destination: Destination) -> tuple[Stream, int]:
-        """Return a stream that shows a rank's output, and the descriptor it is to write to."""
+        """Return a stream that prints a rank's output, and the rank's descriptor for it."""
         reader, writer = -1, -1
         if destination.is_terminal and destination.screen is not None:
             with contextlib.suppress(OSError):
@@ -279,7 +277,7 @@ class _LocalRanks:
         return stream, writer
 
     def finish(self) -> int:
-        """Wait for all ranks, end them after a failure or signal; return the exit code."""
+        """Wait for all ranks, stop them after a failure or signal; return the exit code."""
         launch, signals = self._launch, self._signals
         while launch.running and launch.failed is None and signals.received is None:
             self._step()
@@ -304,7 +302,7 @@ class _LocalRanks:
         if launch.killed and not launch.hurried:
             self._say_who_was_killed(launch.killed)
         self._drain()
-        # Where a rank has said where it is, its traceback of the interrupt says the same again.
+        # A rank that reported its stack would only repeat it in its KeyboardInterrupt.
         self._show([it for it in self._take_reports() if not it.is_of_interrupt(places)])
         self._flush()
         return 0 if received is None else 128 + received
@@ -314,17 +312,17 @@ class _LocalRanks:
 
     def _say_what_ends(self, received: int) -> None:
         how = "interrupted" if received == signal.SIGINT else signal.Signals(received).name
-        text = f"meshdist: {how}; ending {len(self._launch.running)} rank(s) of this host"
+        text = f"meshdist: {how}; stopping {len(self._launch.running)} rank(s) on this host"
         if received == signal.SIGINT:
-            text += " (Ctrl-C again kills them at once)"
+            text += " (press Ctrl-C again to kill them immediately)"
         show(sys.stderr, f"{text}\n".encode())
 
     def _say_who_was_killed(self, ranks: Sequence[int]) -> None:
         text = f"meshdist: killed {ranks_text(ranks)}, still running after the signal"
-        show(sys.stderr, f"{text}; --shutdown-timeout gives more seconds\n".encode())
+        show(sys.stderr, f"{text}; pass a longer --shutdown-timeout to wait longer\n".encode())
 
     def _step(self, timeout_s: float | None = None) -> None:
-        """Wait for the launch's next event, and show the output that has waited long enough."""
+        """Wait for the launch's next event, and print output that is due."""
         if any(stream.is_holding() for stream in self._streams):
             timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
         self._launch.step(timeout_s)
@@ -334,7 +332,7 @@ class _LocalRanks:
             self._show_late_reports()
 
     def _show_late_reports(self) -> None:
-        """Show tracebacks that have waited long enough, with other ranks' equal tracebacks."""
+        """Print held tracebacks that are due, with other ranks' equal tracebacks."""
         late = {rank for rank, stream in self._errors.items() if stream.has_late_report()}
         waiting = [Report(rank, stream.report) for rank, stream in sorted(self._errors.items())]
         for group in grouped([report for report in waiting if report.text]) if late else ():
@@ -350,7 +348,7 @@ class _LocalRanks:
         self._late_at = self._console.num_shown if late else self._late_at
 
     def _drain(self) -> None:
-        # A process that left the family may hold a pipe open: do not wait for it.
+        # A process outside the process tree may hold a pipe open: do not wait for it.
         grace = Deadline(_DRAIN_S)
         while not grace.is_over and not all(stream.has_ended for stream in self._streams):
             self._launch.step(grace.left_s)
@@ -360,7 +358,7 @@ class _LocalRanks:
             stream.flush()
 
     def _take_reports(self) -> list[Report]:
-        """Return the held tracebacks in the order of ranks, and stop holding them."""
+        """Return the held tracebacks in rank order, and drop them."""
         taken = ((rank, self._errors[rank].take_report()) for rank in sorted(self._errors))
         return [Report(rank, text) for rank, text in taken if text]
 
@@ -370,7 +368,7 @@ class _LocalRanks:
             show(sys.stderr, title.encode() + text_of(group))
 
     def _report(self, endings: Sequence[ProcessExit], num_stopped: int) -> int:
-        """Show the ranks' reports, the first failure last; return the exit code of that rank."""
+        """Print the ranks' reports, the first failure last; return that rank's exit code."""
         failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
         ending = cause.ending
@@ -394,7 +392,7 @@ class _LocalRanks:
             and self._console.num_shown == self._late_at
             and not others
         ):
-            end, text = ". Its report stands above.", b""
+            end, text = ". Its report is above.", b""
         else:
             end = ". The end of its stderr:" if text.strip() else ". It wrote nothing to stderr."
         equal = [report.rank for report in same]
@@ -404,13 +402,13 @@ class _LocalRanks:
 
     def _failure(self, ending: ProcessExit) -> Failure:
         stream, at = self._errors[ending.rank], ending.at
-        # What ends with a signal has raised nothing; an older traceback was caught.
+        # A process killed by a signal raised no exception; ignore tracebacks it logged earlier.
         if ending.code > 0 and stream.reported_at is not None:
             at = min(at, stream.reported_at)
         return Failure(ending, at, stream.tail())
 
     def close(self) -> None:
-        """End what still runs, and close the pipes from the ranks and the files."""
+        """Stop running ranks, and close the pipes and files."""
         if self._launch.running:
             self._launch.stop(())
         for stream in self._streams:

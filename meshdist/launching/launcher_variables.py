@@ -1,7 +1,4 @@
-"""The one table of launchers: the variables by which each tells a process its place in the job.
-
-Imports the standard library only.
-"""
+"""Define the environment variables in which each launcher passes a process its rank."""
 
 from __future__ import annotations
 
@@ -9,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _BATCH_STEPS = 0xFFFFFFF0
-"""From here on Slurm numbers steps of its own: a batch script, an interactive shell; no ranks."""
+"""Slurm's first reserved step number: batch scripts and interactive shells, which have no ranks."""
 
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """A launcher and its variables; "" or () for what it does not tell.
+    """A launcher and the names of its variables; "" or () if it does not set the variable.
 
     Args:
-        rank: this process's rank; "" where it follows from ``host`` and ``local_rank``.
-        size: how many ranks there are; here and in the other tuples the first that is set counts.
-        local_rank: this process's number on its host, which has ``local_size`` ranks.
-        host: the number of its host, of ``num_hosts``; ``hosts`` is a list, that of rank 0 first.
-        address: where rank 0 serves the store, beside MASTER_ADDR; ``port`` beside MASTER_PORT.
-        marks: this launcher has started a process that has all of these; () stands for ``rank``.
-        about_process: a pattern of all that the launcher says about one process.
-        is_mpi: whether its ranks can be those of MPI.
-        remedy: the fix where something lacks.
+        rank: this process's rank; "" if it follows from ``host`` and ``local_rank``.
+        size: the number of ranks; in all tuples, the first variable that is set is used.
+        local_rank: this process's rank on its host, which has ``local_size`` ranks.
+        host: the host's number, out of ``num_hosts``; ``hosts`` lists all hosts, rank 0's first.
+        address: of rank 0's store, with ``port``, in addition to MASTER_ADDR and MASTER_PORT.
+        marks: variables that are all set in a process of this launcher; () means ``rank``.
+        about_process: a pattern of all variables about a single process.
+        is_mpi: whether its ranks can be MPI ranks.
+        remedy: the fix if a variable is missing.
     """
 
     name: str
@@ -45,12 +42,10 @@ class LauncherVariables:
 
     @property
     def names(self) -> set[str]:
-        """The names of all variables of this launcher."""
         own = {self.rank, self.local_rank, self.local_size, self.host, self.address, self.port}
         return own.union(self.size, self.num_hosts, self.hosts, self.marks) - {""}
 
     def has_started(self, environment: Mapping[str, str]) -> bool:
-        """Return whether the environment says that this launcher has started the process."""
         step = environment.get("SLURM_STEP_ID", "") if self.name == "Slurm" else ""
         is_batch = step.isdecimal() and int(step) >= _BATCH_STEPS
         return not is_batch and all(name in environment for name in self.marks or (self.rank,))
@@ -64,7 +59,7 @@ def _mpi_row(name: str, prefix: str) -> LauncherVariables:
 
 _Row = LauncherVariables
 BY_HAND = _Row("env", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", port="MASTER_PORT")
-"""By ``meshdist run``, torchrun and many others, or set by hand."""
+"""Set by ``meshdist run``, torchrun and many others, or by hand."""
 LIGHTNING = _Row(
     *("Lightning", "", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
     port="MASTER_PORT",
@@ -85,7 +80,7 @@ SLURM = _Row(
     marks=("SLURM_PROCID", "SLURM_STEP_ID"),
     about_process=r"SLURM_(PROCID|LOCALID|GTIDS|NTASKS|NPROCS|STEP_NUM_TASKS)",
 )
-STARTERS = (  # where several have started a process, the first counts
+STARTERS = (  # if several apply, the first is used
     _mpi_row("Open MPI", "OMPI_COMM_WORLD"),
     _Row(
         *("Hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -109,42 +104,42 @@ STARTERS = (  # where several have started a process, the first counts
     ),
 )
 NAMES = set[str]().union(*(row.names for row in (BY_HAND, LIGHTNING, KUBEFLOW, *STARTERS)))
-"""All variables of the table."""
+"""The names of all variables in the table."""
 _MANAGERS = ("jsrun", "Flux", "Slurm")
-"""Those that start MPI's ranks themselves, and set MPI's variables too."""
+"""Launchers that start MPI ranks themselves and also set MPI's variables."""
 
 
 def first_value(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """Return the value of the first variable that is set to something; "" for none."""
+    """Return the first variable's value that is set and not empty, else ""."""
     return next((environment[name] for name in names if environment.get(name)), "")
 
 
 def find_launcher(environment: Mapping[str, str], *, is_mpi_asked: bool) -> LauncherVariables:
-    """Return the launcher that has started this process; ``BY_HAND`` where none is recognised.
+    """Return the launcher that started this process, or ``BY_HAND`` if none is recognized.
 
     Args:
-        is_mpi_asked: whether only those count whose ranks can be MPI's.
+        is_mpi_asked: whether to consider only launchers of MPI ranks.
 
     Example:
-        >>> told = {"PMI_RANK": "1", "PMI_SIZE": "4", "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}
-        >>> find_launcher(told, is_mpi_asked=False).name
+        >>> both = {"PMI_RANK": "1", "PMI_SIZE": "4", "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}
+        >>> find_launcher(both, is_mpi_asked=False).name
         'Flux'
-        >>> find_launcher({**told, "FLUX_JOB_SIZE": "2"}, is_mpi_asked=False).name
+        >>> find_launcher({**both, "FLUX_JOB_SIZE": "2"}, is_mpi_asked=False).name
         'Hydra'
     """
 
     def place(row: LauncherVariables) -> tuple[str, str]:
         return environment[row.rank], first_value(environment, row.size)
 
-    told = [row for row in STARTERS if row.has_started(environment)]
+    found = [row for row in STARTERS if row.has_started(environment)]
     if is_mpi_asked:
-        return next((row for row in told if row.is_mpi), BY_HAND)
+        return next((row for row in found if row.is_mpi), BY_HAND)
     if "RANK" in environment:
         return BY_HAND
     if LIGHTNING.has_started(environment):
         return LIGHTNING
-    if not told:
+    if not found:
         return KUBEFLOW if KUBEFLOW.has_started(environment) else BY_HAND
-    # mpiexec inside another's job: what that job says is said of mpiexec's own processes.
-    managers = (row for row in told if row.name in _MANAGERS and place(row) == place(told[0]))
-    return next(managers, told[0])
+    # Nested mpiexec: the outer scheduler's variables describe mpiexec, not the ranks.
+    managers = (row for row in found if row.name in _MANAGERS and place(row) == place(found[0]))
+    return next(managers, found[0])

@@ -1,22 +1,20 @@
-"""The environment of a rank: its place in the job, and the port of rank 0's store.
+"""Build the environment of a rank, reserve the port of rank 0's store, and find mpiexec.
 
-What a started process finds in its environment:
+The launcher sets these variables:
 
-    RANK, WORLD_SIZE               its number in the job, and how many there are
-    LOCAL_RANK, LOCAL_WORLD_SIZE   the same on this host
-    GROUP_RANK, GROUP_WORLD_SIZE   the number of this host; how many hosts there are
-    ROLE_NAME, ROLE_RANK, ...      what torchrun says of a job in which all ranks have one role
-    MASTER_ADDR, MASTER_PORT       where rank 0 serves the job's store
-    MESHDIST_RUN_ID                one random hexadecimal number for all ranks of a job on one host
-    MESHDIST_LISTEN_FD             rank 0 of a job on one host: an inherited TCP socket, bound to
-                                   MASTER_ADDR and MASTER_PORT, on which it is to listen
-    MESHDIST_DIRECTORY             on one host, where the user names no address: the launch's own
-                                   directory, in which the ranks meet
-    MESHDIST_QUESTIONS             the launch's own directory, in which it asks where ranks are
-    MESHDIST_LAUNCH                the launch's mark, by which its processes are found at the end
-    OMP_NUM_THREADS, THP_MEM_ALLOC_ENABLE      unless they are set: what is faster for most programs
-
-And mpiexec, which says all this in its own way: that of this interpreter, and its environment.
+    RANK, WORLD_SIZE               the process's rank, and the number of ranks
+    LOCAL_RANK, LOCAL_WORLD_SIZE   the same within this host
+    GROUP_RANK, GROUP_WORLD_SIZE   this host's number, and the number of hosts
+    ROLE_NAME, ROLE_RANK, ...      torchrun's variables, with one role for all ranks
+    MASTER_ADDR, MASTER_PORT       the address of rank 0's store
+    MESHDIST_RUN_ID                on one host: a random hexadecimal number of the job
+    MESHDIST_LISTEN_FD             rank 0 on one host: an inherited TCP socket, bound to
+                                   MASTER_ADDR and MASTER_PORT, for its listener
+    MESHDIST_DIRECTORY             on one host without a given address: the private directory
+                                   for the rendezvous
+    MESHDIST_QUESTIONS             the private directory in which ranks are asked for stacks
+    MESHDIST_LAUNCH                the launch's mark, which identifies its processes
+    OMP_NUM_THREADS, THP_MEM_ALLOC_ENABLE      defaults that are faster for most programs
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ from pathlib import Path
 from typing import Any
 
 from ..error_text import ExplainedError
-from .guard import MARK, mark_value
 from .launcher_variables import STARTERS, first_value
+from .orphan_reaper import MARK, mark_value
 
 
 class LaunchError(ExplainedError, ValueError):
-    """Error of a job that cannot be started as asked, of which nothing runs."""
+    """A job cannot be started with these arguments; no process has been started."""
 
 
 # -- the environment of a rank ------------------------------------------------------------------
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""With it torch asks the system for pages of 2 MiB for tensors from that size on."""
+"""With this variable, torch requests 2 MiB pages for tensors of at least that size."""
 
 _AGREED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _OF_ANOTHER_LAUNCH = re.compile(
@@ -55,9 +53,9 @@ _OF_ANOTHER_LAUNCH = re.compile(
 def foreign_rank_variables(
     environment: Mapping[str, str], *, nprocs: int, nnodes: int, node_rank: int
 ) -> list[str]:
-    """Return the names in environment by which a started process would mistake its rank."""
-    # What torchrun says always belongs to another job. What Slurm or MPI say holds only where their
-    # processes are the ranks of this job: one rank for each of their processes, in their order.
+    """Return the variables from which a started process would read a wrong rank."""
+    # torchrun's variables always belong to another job. Slurm's and MPI's are valid only if their
+    # processes are the ranks of this job, one rank per process in the same order.
     names = [name for name in environment if _OF_ANOTHER_LAUNCH.fullmatch(name)]
     for row in STARTERS:
         if row.rank not in environment:
@@ -74,14 +72,14 @@ def foreign_rank_variables(
 
 @dataclass(frozen=True)
 class JobPlace:
-    """A job, as the launcher of one host sees it.
+    """Part of a job on this host.
 
     Args:
-        nnodes: how many hosts take part, each with a launcher of its own.
-        node_rank: the number of this host, from 0.
-        master_addr: where every host reaches host 0; not needed on a single host.
-        master_port: the port there; None lets the launcher choose.
-        role: the name of what the ranks do, in their ROLE_NAME.
+        nnodes: the number of hosts, each with its own launcher.
+        node_rank: this host's number, from 0.
+        master_addr: host 0's address; optional on a single host.
+        master_port: the port of rank 0's store; None lets the launcher choose.
+        role: the ranks' ROLE_NAME.
     """
 
     nnodes: int = 1
@@ -101,12 +99,12 @@ def rank_environment(
     listen_fd: int | None = None,
     directory: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a rank: ``base``, with the rank's place in the job.
+    """Return a rank's environment: ``base`` with the launcher's variables.
 
     Args:
-        mark: the name of the launch, which marks its processes.
-        listen_fd: the socket on which rank 0 serves the store.
-        directory: where the ranks meet if all run on this host.
+        mark: the launch's mark.
+        listen_fd: the socket's descriptor on which rank 0 hosts the store.
+        directory: the directory for the rendezvous if all ranks run on this host.
     """
     nnodes, node_rank = place_in_job.nnodes, place_in_job.node_rank
     foreign = foreign_rank_variables(base, nprocs=nprocs, nnodes=nnodes, node_rank=node_rank)
@@ -120,7 +118,7 @@ def rank_environment(
     environment["MASTER_PORT"] = str(place_in_job.master_port)
     environment[MARK] = mark_value(base.get(MARK), mark)
     if nnodes == 1:
-        # Launchers on several hosts have nothing by which to agree on a random number.
+        # Launchers on several hosts cannot agree on a random number.
         environment["MESHDIST_RUN_ID"] = mark
     if listen_fd is not None:
         environment["MESHDIST_LISTEN_FD"] = str(listen_fd)
@@ -134,9 +132,8 @@ def rank_environment(
 
 # -- mpiexec -----------------------------------------------------------------------------------
 
-# Open MPI starts no more ranks than cores, binds each rank to one core, and does not run as root
-# (a container's user), unless variables say otherwise. By the first two torch takes one core and
-# large pages.
+# By default, Open MPI starts at most one rank per core, binds each rank to a core, and does not run
+# as root (often the user in a container). The first two variables are torch's.
 _UNDER_MPIEXEC = {
     "OMP_NUM_THREADS": "1",
     HUGE_PAGES: "1",
@@ -152,13 +149,13 @@ _UNDER_MPIEXEC = {
 
 
 def find_mpiexec() -> str | None:
-    """Return the path of mpiexec beside this interpreter, else on the PATH; None without any."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    """Return the mpiexec next to this interpreter or on the PATH, or None."""
+    neighbor = Path(sys.executable).with_name("mpiexec")
+    return str(neighbor) if os.access(neighbor, os.X_OK) else shutil.which("mpiexec")
 
 
 def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for mpiexec: without a rank's variables, our defaults where unset."""
+    """Return ``environment`` for mpiexec: our defaults, no rank's variables."""
     mine = {name: value for name, value in environment.items() if name not in _AGREED}
     return {**_UNDER_MPIEXEC, **mine}
 
@@ -168,21 +165,20 @@ def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Reservation:
-    """A port that only rank 0 of this job will get: it is bound, and nothing listens on it yet."""
+    """A port reserved for rank 0 of this job: bound, but not listening yet."""
 
-    # The system gives a bound port to no process that asks for a free one. It must not listen
-    # before rank 0 does, because a plain torch.distributed program binds it again, which Linux
-    # permits (SO_REUSEADDR on both sides) as long as no socket listens.
+    # The system never assigns a bound port to others. The socket must not listen before rank 0
+    # does, because a torch.distributed program binds the port again, which Linux permits
+    # (SO_REUSEADDR on both sides) only while no socket listens.
 
     address: str  # for MASTER_ADDR
     port: int  # for MASTER_PORT
-    # For rank 0 to inherit; close it once rank 0 has it, so that the port refuses connections when
-    # rank 0 has ended.
+    # Inherited by rank 0; close it after that, so that the port rejects connections when rank 0 has
+    # ended.
     listener: socket.socket
     _sockets: contextlib.ExitStack
 
     def close(self) -> None:
-        """Close the sockets that hold the port."""
         self._sockets.close()
 
 
@@ -206,16 +202,16 @@ def _bound_everywhere() -> socket.socket:
 
 
 def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reservation:
-    """Bind a port of this host for rank 0's store; the system chooses it unless port is given."""
+    """Bind a port for rank 0's store; the system chooses it if ``port`` is None."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as sockets:
             if port is None:
-                # A port that is free on every interface: torch's own store listens on all of them.
+                # The port must be free on all interfaces, since torch's store listens on all.
                 everywhere = sockets.enter_context(_bound_everywhere())
                 port = int(everywhere.getsockname()[1])
                 if sys.platform != "linux":
-                    # Elsewhere the second socket is refused even when none listens.
+                    # Other systems reject the second socket even if none listens.
                     everywhere.close()
             bound = sockets.enter_context(_bound(family, (target[0], port, *target[2:])))
             return Reservation(address, port, bound, sockets.pop_all())
@@ -225,6 +221,6 @@ def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reserva
         raise LaunchError(
             f"rank 0 cannot listen on {place}: {reason}",
             where=f"host {socket.gethostname()}",
-            expected="an address of this host and a port that nobody uses",
-            fix="leave out --master-port and --master-addr on one host, or name others",
+            expected="an address of this host and a free port",
+            fix="omit --master-port and --master-addr on a single host, or pass others",
         ) from None

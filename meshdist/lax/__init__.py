@@ -1,22 +1,21 @@
-"""JAX's names for communication along a mesh axis: functional, differentiable, on pytrees.
+"""JAX's collectives along a mesh axis: functional, differentiable, on pytrees.
 
-``axis_name`` is the name of an axis of the mesh in force (``with mesh:``, or ``mesh=``), or a tuple
-of names, which means those axes flattened, the first one major; or an axis itself, ``mesh["tp"]``.
-``x`` is an array of torch, NumPy or CuPy, or any nesting of dicts, lists, tuples and other nodes
-that optree knows, with arrays and Python numbers as leaves. Results have the nesting, the library
-and the device of ``x`` and share no memory with it. Torch tensors carry gradients, by the table in
-``docs/gradients.md``, also in torch.func's transforms.
+``axis_name`` is an axis of the current mesh (``with mesh:``, or ``mesh=``), a tuple of axes,
+flattened with the first as major, or a 1-D mesh, ``mesh["tp"]``. ``x`` is an array of torch, NumPy
+or CuPy, or an optree pytree of arrays and Python numbers. Results have the structure, library and
+device of ``x``, in new memory. Torch tensors carry gradients (``docs/gradients.md``), also inside
+torch.func transforms.
 
-Python numbers differ between ranks here, unlike in JAX: ``psum``, ``pmean``, ``pmax``, ``pmin`` and
-``pbroadcast`` send them, and give Python numbers. ``axis_size("tp")`` counts ranks for free. Verbs
-whose result differs between ranks, or has another shape, take arrays alone. Leaves, by their paths,
-and shapes must be equal on all ranks: else all of them raise AgreementError.
+Unlike in JAX, Python numbers can differ between ranks: ``psum``, ``pmean``, ``pmax``, ``pmin`` and
+``pbroadcast`` send them and return Python numbers. ``axis_size("tp")`` counts ranks for free. Other
+collectives accept only arrays. Leaves need equal paths and shapes on every rank, else every rank
+raises MismatchError.
 """
 
 from typing import TYPE_CHECKING
 
 from .axes import axis_index, axis_size
-from .moving import (
+from .data_movement import (
     all_gather,
     all_to_all,
     pbroadcast,
@@ -25,7 +24,7 @@ from .moving import (
     pswapaxes,
     ragged_all_to_all,
 )
-from .reducing import pcast, pmax, pmean, pmin, psum, psum_scatter, pvary
+from .reductions import pcast, pmax, pmean, pmin, psum, psum_scatter, pvary
 
 __all__ = [
     "all_gather",

@@ -1,4 +1,4 @@
-"""The axes that a call of a verb names, and verbs on every array of a pytree, in its library."""
+"""Resolve axis names to submeshes, and apply collectives to every leaf of a pytree."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 from ..arguments import mesh_kind_error
 from ..arrays import as_tensor, like
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.process_group import ProcessGroup
 from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_contexts.verb_calls import TypedVerb, find_typed_verb
+from ..typed_mode.collective_calls import TypedOperation, find_typed_operation
 
 T = TypeVar("T")
 
 AxisName: TypeAlias = str | tuple[str, ...] | list[str] | DeviceMesh
-"""An axis of the mesh in force, several of them flattened, or an axis as a 1-D mesh."""
+"""An axis of the current mesh, several axes to flatten, or a 1-D mesh."""
 
 OnTensor: TypeAlias = Callable[..., Any]
-"""A function of a tensor, a group and a ``leaf_name`` that returns a tensor."""
+"""A function of a tensor, a group and a ``leaf_name``; returns a tensor."""
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 _WIDE = {float: torch.float64, complex: torch.complex128}
@@ -38,7 +38,7 @@ _trees: dict[Any, tuple[list[str], list[str]]] = {}
 
 
 def on_leaves(
-    verb: str,
+    operation: str,
     on_tensor: OnTensor,
     x: T,
     axis_name: AxisName,
@@ -49,97 +49,96 @@ def on_leaves(
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
     to: str | None = None,
 ) -> T:
-    """Return ``x`` with a verb applied to every leaf, after all leaves have been checked.
+    """Check all leaves of ``x``, then apply a collective to each.
 
     Args:
-        axis_name, mesh, axis_index_groups: as for ``psum``.
-        on_number: returns the number that travels for a Python number; None refuses numbers, and
-            the function ``unsent`` leaves them as they are.
-        check: raises where a tensor is unfit, as ``on_tensor`` does itself.
-        to: the kind of result that the call asks for, where the verb leaves that open.
+        on_number: returns what to send for a Python number; None rejects numbers, ``unsent`` keeps
+            them.
+        check: raises for an invalid tensor.
+        to: the requested result type, if there are several.
     """
     if axis_index_groups is not None:
-        refuse_groups(verb, axis_index_groups, get_axes(verb, axis_name, mesh))
-    if verb in _OVER_NO_AXES and names_no_axis(axis_name):
-        result: T = _over_no_axes(verb, x, on_number, check)
+        reject_groups(operation, axis_index_groups, get_axes(operation, axis_name, mesh))
+    if operation in _OVER_NO_AXES and names_no_axis(axis_name):
+        result: T = _over_no_axes(operation, x, on_number, check)
         return result
-    axes = get_axes(verb, axis_name, mesh)
-    typed = find_typed_verb(verb, axes, to)
+    axes = get_axes(operation, axis_name, mesh)
+    typed = find_typed_operation(operation, axes, to)
     if typed is None:
         if not isinstance(x, torch.Tensor):
-            result = _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
-        else:  # by far the most frequent, and needs no tree
-            plain = as_tensor(x, argument="x", verb=verb, writable=False)
+            result = _on_leaves(operation, on_tensor, x, axes, on_number, check, None)
+        else:  # the common case needs no tree
+            plain = as_tensor(x, argument="x", operation=operation, writable=False)
             result = on_tensor(plain, axes.open_group())
         return result
     with HiddenFromModes():
         if not isinstance(x, torch.Tensor):
-            result = _on_leaves(verb, on_tensor, x, axes, on_number, check, typed)
+            result = _on_leaves(operation, on_tensor, x, axes, on_number, check, typed)
         else:
-            plain = as_tensor(x, argument="x", verb=verb, writable=False)
+            plain = as_tensor(x, argument="x", operation=operation, writable=False)
             group = axes.open_group()
-            if check is not None:  # a bad argument is refused before a bad type
+            if check is not None:  # raise for arguments before types
                 check(plain, group)
             result = typed.run(on_tensor, plain, group, typed.result_type(plain))
     return result
 
 
 def names_no_axis(axis_name: object) -> bool:
-    """Return whether ``axis_name`` is an empty tuple or list: the group is then each rank alone."""
+    """Return whether ``axis_name`` is an empty tuple or list."""
     return not axis_name and isinstance(axis_name, (tuple, list))
 
 
 def _over_no_axes(
-    verb: str,
+    operation: str,
     x: Any,
     on_number: Callable[[Any], Any] | None,
     check: Callable[[torch.Tensor, Any], object] | None,
 ) -> Any:
-    """Return a copy of ``x``, for ``pmean`` in a float dtype; nothing is sent."""
+    """Return a copy of ``x``, for ``pmean`` in a float dtype, without communication."""
     leaves, tree = optree.tree_flatten(x)
     results = []
     for path, leaf in zip(_paths_and_names(tree)[0], leaves, strict=True):
         if on_number is not None and type(leaf) in _NUMBERS:
             results.append(leaf if on_number is unsent else on_number(leaf))
             continue
-        tensor = as_tensor(leaf, argument=path, verb=verb, writable=False)
+        tensor = as_tensor(leaf, argument=path, operation=operation, writable=False)
         if check is not None:
             check(tensor, None)
-        results.append(like(tensor / 1 if verb == "pmean" else tensor.clone(), leaf))
+        results.append(like(tensor / 1 if operation == "pmean" else tensor.clone(), leaf))
     return tree.unflatten(results)
 
 
 def itself(number: Any) -> Any:
-    """Return ``number``: the number that is sent for a Python number in most verbs."""
+    """Return ``number``, which most collectives send for a Python number."""
     return number
 
 
 def unsent(number: Any) -> None:
-    """Return None: as ``on_number`` this means that Python numbers stay as they are."""
+    """Return None; as ``on_number`` it leaves Python numbers unchanged."""
 
 
 def _on_leaves(
-    verb: str,
+    operation: str,
     on_tensor: OnTensor,
     x: Any,
     axes: DeviceMesh,
     on_number: Callable[[Any], Any] | None,
     check: Callable[[torch.Tensor, ProcessGroup], object] | None,
-    typed: TypedVerb | None,
+    typed: TypedOperation | None,
 ) -> Any:
     leaves, tree = optree.tree_flatten(x)
     paths, names = _paths_and_names(tree)
     tensors = [
-        _tensor_to_send(leaf, verb, path, axes, on_number)
+        _tensor_to_send(leaf, operation, path, axes, on_number)
         if on_number is not None and type(leaf) in _NUMBERS
-        else as_tensor(leaf, argument=path, verb=verb, writable=False)
+        else as_tensor(leaf, argument=path, operation=operation, writable=False)
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     if check is not None:
         for tensor in tensors:
             if tensor is not None:
                 check(tensor, axes.open_group())
-    types = [  # arrays of other libraries have none
+    types = [  # arrays of other libraries have no type
         typed.result_type(leaf, path) if typed and isinstance(leaf, torch.Tensor) else None
         for path, leaf in zip(paths, leaves, strict=True)
     ]
@@ -158,18 +157,18 @@ def _on_leaves(
 
 
 def _tensor_to_send(
-    number: Any, verb: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
+    number: Any, operation: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
 ) -> torch.Tensor | None:
     """Return ``on_number(number)`` as a 0-dim tensor to send, None for ``unsent``; or raise."""
     if on_number is unsent:
         return None
     group = axes.open_group()
-    num_added = group.size() if verb == "psum" else 1
+    num_added = group.size() if operation == "psum" else 1
     if isinstance(number, int) and not -_LIMIT <= number * num_added < _LIMIT:
         raise ArgumentError(
-            f"{verb} cannot take {number} as {path}: whole numbers travel in 64 bits",
+            f"{operation} cannot send {number} as {path} because integers have 64 bits",
             where=group.name,
-            expected="a number that fits, as must the sum over all ranks in psum",
+            expected="an integer of 64 bits, also for the sum over all ranks in psum",
             fix=f"pass a float: {path} = float({path})",
         )
     sent = on_number(number)
@@ -182,7 +181,7 @@ def _has_plain_text(key: Any) -> bool:
 
 
 def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
-    """Return each leaf's path, as ``x['loss']``, and its name: the path, its number, all paths."""
+    """Return the paths (``x['loss']``) and names (path, index, all paths) of the leaves."""
     found = _trees.get(tree)
     if found is None:
         accessors = tree.accessors()
@@ -197,7 +196,7 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
             whole = f"{whole[:_SHOWN_LETTERS]}... ({len(paths)}, {crc32(whole.encode()):08x})"
         names = [f"{path}, leaf {place} of {whole}" for place, path in enumerate(paths, 1)]
         found = paths, paths if paths == ["x"] else names
-        # Trees with objects of the program's are not kept, since that would keep these alive.
+        # Do not cache trees with user objects, because the cache would keep the objects alive.
         is_plain = all(type(step.entry) in (str, int) for path in accessors for step in path)
         if is_plain and "CustomTreeNode" not in str(tree):
             if len(_trees) >= _MOST_TREES:
@@ -208,17 +207,16 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
 
 @one_frame
 def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
-    """Return this rank's place along ``axis_name``, from 0.
+    """Return this rank's index along ``axis_name``, from 0, without communication.
 
     Args:
-        axis_name, mesh: as for ``psum``; over a tuple of axes the first is major.
+        axis_name, mesh: as for ``psum``; in a tuple of axes the first is major.
 
     Returns:
-        An int, 0 over no axes, ``()``; nothing is sent.
+        An int; 0 over no axes, ``()``.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple names one twice.
-        MeshError: no mesh is in force and none is given.
+        AxisError, MeshError: as for ``psum``.
         NotInGroupError: this rank is not in the mesh.
 
     Example:
@@ -240,17 +238,16 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
 @one_frame
 def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
-    """Return the number of ranks along ``axis_name``; over a tuple of axes, the product.
+    """Return the number of ranks along ``axis_name``; for several axes the product.
 
     Args:
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        An int, 1 over no axes, ``()``; nothing is sent.
+        An int; 1 over no axes, ``()``. Nothing is sent.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple names one twice.
-        MeshError: no mesh is in force and none is given.
+        AxisError, MeshError: as for ``psum``.
 
     Example:
         >>> import meshdist as md
@@ -264,60 +261,61 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
 
 def get_axes(
-    verb: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
+    operation: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
 ) -> DeviceMesh:
-    """Return the submesh of the axes that ``axis_name`` names, in its order; or raise."""
+    """Return the submesh of the axes in ``axis_name``, in that order; or raise."""
     if isinstance(axis_name, DeviceMesh):
-        return _alone(verb, axis_name, mesh, argument)
+        return _alone(operation, axis_name, mesh, argument)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise mesh_kind_error(f"{verb} takes a mesh as mesh", mesh)
+        raise mesh_kind_error(f"{operation} takes a mesh as mesh", mesh)
     given_mesh, mesh = mesh, mesh or find_current_mesh()
-    mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
+    mesh = mesh or mesh_in_force(operation, f" over axis {axis_name!r}")
     names: Any = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     is_tuple = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
     if not (isinstance(names, str) or is_tuple):
         raise KindError(
-            f"{verb} cannot take {axis_name!r} as {argument}",
+            f"{operation} cannot use {axis_name!r} as {argument}",
             expected="the name of an axis, a tuple of names, or a 1-D mesh",
             found=type(axis_name).__name__,
+            fix=f"pass for example {argument}='tp', or mesh['tp']",
         )
     try:
         if mesh.layout.names is None:
             mesh.layout.axis_indices(names)  # raises
         return mesh[names]
     except AxisError as error:
-        fix = f"name the mesh that is meant: {verb}(..., mesh=mesh)"
+        fix = f"pass the mesh: {operation}(..., mesh=mesh)"
         raise with_hidden_mesh(error, given_mesh, fix) from None
 
 
-def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:
+def _alone(operation: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:
     if mesh is not None:
         raise ArgumentError(
-            f"{verb} has a mesh as {argument}, and another as mesh",
+            f"{operation} got a mesh as {argument}, and another as mesh",
             found=f"{argument}={axis!r}, mesh={mesh!r}",
-            fix="leave mesh out, or give the name of an axis of it",
+            fix="omit mesh, or pass the name of one of its axes",
         )
     if axis.ndim != 1:
         raise MeshError(
-            f"{verb} over a mesh of {axis.ndim} axes",
+            f"{operation} cannot use a mesh of {axis.ndim} axes as {argument}",
             expected="one axis, such as mesh['tp']",
             found=f"{argument}={axis!r}",
-            fix=f"name the axes: {argument}=('dp', 'tp'), mesh=mesh; or flatten the mesh",
+            fix=f"pass the names of its axes, {argument}=('dp', 'tp'), mesh=mesh; or flatten the "
+            "mesh",
         )
     return axis
 
 
-def refuse_groups(verb: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
-    """Raise for groups other than None, with the ``axes`` of the call in the fix."""
+def reject_groups(operation: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
     names = axes.axis_names or (0,)
     mesh = "mesh" if len(names) == 1 else f"mesh.flatten({names})"
     axis = names[0] if len(names) == 1 else "_".join(map(str, names))
     count = len(axis_index_groups) if isinstance(axis_index_groups, (list, tuple)) else 2
     raise KindError(
-        f"{verb} takes no axis_index_groups",
+        f"{operation} does not support axis_index_groups",
         expected="None",
         found=repr(axis_index_groups),
         fix="split the axis: "
         f"mesh = {mesh}.unflatten({axis!r}, ({count}, -1), ('outer', 'inner')), "
-        "then name 'inner' for groups of neighbors, or 'outer' for groups with strides",
+        "then pass 'inner' for groups of neighbors, or 'outer' for groups with strides",
     )

@@ -1,1 +1,1 @@
-"""The mesh: named axes over the ranks of a world, and the algebra of their layouts."""
+"""Arrange the ranks of a world along named axes."""

@@ -1,4 +1,4 @@
-"""The mesh in force: the innermost ``with mesh:`` of this context."""
+"""Track the current mesh, set by ``with mesh:``."""
 
 from __future__ import annotations
 
@@ -10,54 +10,53 @@ __all__ = ["get_current_mesh"]
 
 
 def find_current_mesh() -> DeviceMesh | None:
-    """Return the mesh in force (the innermost ``with mesh:``), or None."""
     return next(reversed(meshes_in_force.get()), None)
 
 
 def get_current_mesh() -> DeviceMesh:
-    """Return the mesh in force; raises MeshError where there is none."""
+    """Return the current mesh; raises MeshError if there is none."""
     return mesh_in_force("get_current_mesh", naming="")
 
 
 def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> DeviceMesh:
-    """Return the mesh in force, or raise an error of ``call`` that says how to give it a mesh.
+    """Return the current mesh, or raise an error of ``call`` with the code that passes a mesh.
 
     Args:
-        about: text behind the call's name, such as the axis that is missing.
-        naming: code that names a mesh without ``with mesh:``; None where the call takes mesh=.
+        about: the rest of the summary, such as the missing axis.
+        naming: this code; None if the call takes mesh=.
     """
     meshes = meshes_in_force.get()
     if not meshes:
         naming = f"{call}(..., mesh=mesh)" if naming is None else naming
         raise MeshError(
-            f"{call}{about}: no mesh is in force",
-            expected="a mesh whose axes are named",
-            fix="call it inside `with mesh:`" + (f", or name the mesh: {naming}" if naming else ""),
+            f"{call}{about}: there is no current mesh",
+            expected="a mesh with named axes",
+            fix="call it inside `with mesh:`" + (f", or pass the mesh: {naming}" if naming else ""),
         )
     return meshes[-1]
 
 
-def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh``, or the mesh in force for None; raise unless this rank is in it."""
-    mesh = mesh_in_force(verb) if mesh is None else mesh
+def get_mesh(operation: str, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return ``mesh`` or the current mesh; raise unless this rank is in it."""
+    mesh = mesh_in_force(operation) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error(
-            f"{verb} needs the groups of a DeviceMesh",
+            f"{operation} needs the groups of a DeviceMesh",
             mesh,
-            fix="plan on a Layout with md.plan; move data on a DeviceMesh",
+            fix="pass a DeviceMesh; a Layout only plans: md.plan",
         )
-    coordinate_in(mesh, verb)
+    coordinate_in(mesh, operation)
     return mesh
 
 
 def with_hidden_mesh(
-    error: AxisError, given_mesh: object, fix: str = "name the mesh that is meant: mesh=..."
+    error: AxisError, given_mesh: object, fix: str = "pass the mesh: mesh=..."
 ) -> AxisError:
-    """Return ``error``, with a note where an outer ``with mesh:`` has the axis that is missing.
+    """Return ``error``, with a hint if an outer ``with mesh:`` has the missing axis.
 
     Args:
-        given_mesh: the mesh that the call names; None where it takes the mesh in force.
-        fix: how such a call names its mesh.
+        given_mesh: None for the current mesh.
+        fix: how to pass a mesh.
     """
     if given_mesh is not None or not error.axis:
         return error
@@ -67,8 +66,8 @@ def with_hidden_mesh(
                 error.summary,
                 where=error.where,
                 expected=error.expected,
-                found=f"an outer `with mesh:` is of DeviceMesh({outer.layout.axis_text()}), which "
-                f"has {error.axis!r}; the innermost one hides it",
+                found=f"an outer `with mesh:` of DeviceMesh({outer.layout.axis_text()}), which has "
+                f"axis {error.axis!r}, hidden by the innermost `with mesh:`",
                 fix=fix,
             )
             told.axis = error.axis

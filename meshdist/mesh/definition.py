@@ -1,7 +1,4 @@
-"""A mesh before it has groups: world, device type, layout and options, all checked.
-
-Here is also decided which device types a mesh can have, and which device a rank takes.
-"""
+"""Check the definition of a mesh, and select devices."""
 
 from __future__ import annotations
 
@@ -14,8 +11,10 @@ from typing import Any
 import torch
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
+from ..backends.backend_names import backends_in
+from ..backends.registry import make_room
 from ..bootstrap.world import World, find_world, get_usable_world
-from ..checking.program import call_site
+from ..checking.call_sites import call_site
 from ..error_text import ranks_text
 from ..errors import (
     ArgumentError,
@@ -28,10 +27,8 @@ from ..errors import (
 )
 from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
-from ..wires.names import backends_in
-from ..wires.registry import make_room
-from ..worlds.first_touch import begin_for_mesh
-from ..worlds.inquiries import get_node_local_rank
+from ..worlds.lazy_init import begin_for_mesh
+from ..worlds.queries import get_node_local_rank
 from .layout import Layout
 
 __all__ = ["AxisOptions"]
@@ -41,14 +38,14 @@ def check_device_type(device_type: object) -> None:
     """Raise unless ``device_type`` is text without an index."""
     if not isinstance(device_type, str):
         raise KindError(
-            f"device_type must be text, not {device_type!r}", expected="'cpu', 'cuda', ..."
+            f"device_type must be a string, not {device_type!r}", expected="'cpu', 'cuda', ..."
         )
     if not device_type.isalpha():
         base = device_type.split(":")[0]
         raise MeshError(
             f"device type {device_type!r} is not a plain device type",
             expected=f"the type without an index: {base!r}",
-            fix=f"torch.{base}.set_device(...) chooses the device before the mesh is made"
+            fix=f"choose the device with torch.{base}.set_device(...) before you create the mesh"
             if base not in ("", "cpu")
             else None,
         )
@@ -60,7 +57,7 @@ def check_device(device_type: str, *, is_planned: bool = False) -> None:
         raise BackendError(
             "a 'cuda' mesh needs a GPU, and torch sees none",
             found=f"torch {torch.__version__}, torch.cuda.is_available() is False",
-            fix="open a planned mesh where there are GPUs, and a CUDA build of torch"
+            fix="open a planned mesh on a machine with GPUs and a CUDA build of torch"
             if is_planned
             else "use init_device_mesh('cpu', ...), install a CUDA build of torch, or plan without "
             "communication: open_groups=False",
@@ -73,11 +70,11 @@ def check_device(device_type: str, *, is_planned: bool = False) -> None:
 
 
 def select_device(device_type: str, world: World) -> torch.device | None:
-    """Return this rank's CUDA device, chosen if the program chose none; None for other types."""
+    """Return this rank's CUDA device, set if the program set none; else None."""
     if device_type != "cuda":
         return None
     bound = world.device if world.device is not None and world.device.type == "cuda" else None
-    if not torch.cuda.is_initialized():  # the program has chosen no device yet
+    if not torch.cuda.is_initialized():  # The program has not selected a device.
         torch.cuda.set_device(_index_by_local_rank(world) if bound is None else bound.index)
     return torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
 
@@ -89,8 +86,8 @@ def _index_by_local_rank(world: World) -> int:
         file, line = call_site() or (__file__, 0)
         warnings.warn_explicit(
             f"rank {world.rank} has local rank {local_rank} on a host with {count} CUDA devices "
-            f"and takes device {local_rank % count}; call torch.cuda.set_device before the mesh "
-            "is made to choose another",
+            f"and uses device {local_rank % count}; to choose another, call "
+            "torch.cuda.set_device before you create the mesh",
             UserWarning,
             file,
             line,
@@ -100,14 +97,14 @@ def _index_by_local_rank(world: World) -> int:
 
 @dataclass(frozen=True)
 class AxisOptions:
-    """How the groups along one mesh axis communicate.
+    """Configure the groups along one mesh axis.
 
     Args:
-        backend: the wire, for example "gloo"; None takes the world's for the mesh's device type.
-        timeout: how long a verb may wait; None takes the mesh's, else the world's.
-        options: the wire's own options (torch's options classes), or None.
-        private: whether the axis opens communicators of its own even where equal communicators are
-            open, for verbs that a second thread calls.
+        backend: for example "gloo"; None takes the world's backend for the mesh's device type.
+        timeout: how long a collective may wait; None takes the mesh's timeout, else the world's.
+        options: torch's options object for the backend, or None.
+        private: if True, the axis never shares communicators. Use it for collectives on a second
+            thread.
 
     Example:
         >>> from datetime import timedelta
@@ -126,29 +123,29 @@ class AxisOptions:
 
 @dataclass(frozen=True)
 class MeshDefinition:
-    """A mesh without its groups: world, device type, layout and options of axes."""
+    """A mesh without groups."""
 
     world: World
     device_type: str
     layout: Layout
-    options: tuple[AxisOptions, ...]  # in axis order
+    options: tuple[AxisOptions, ...]  # In axis order.
 
-    def __hash__(self) -> int:  # a wire's options need not be hashable
+    def __hash__(self) -> int:  # A backend's options may not be hashable.
         return hash((self.device_type, self.layout))
 
     @property
     def text(self) -> str:
-        """The text that stands for the mesh in messages: ``"DeviceMesh(dp=2, tp=4)"``."""
+        """The mesh in messages: ``"DeviceMesh(dp=2, tp=4)"``."""
         return f"DeviceMesh({self.layout.axis_text()})"
 
     @property
     def timeout(self) -> timedelta:
-        """The time within which all ranks must make the mesh: the longest of its axes'."""
+        """The timeout for creating the mesh: the longest of its axes."""
         default = self.world.timeout or DEFAULT_TIMEOUT
         return max(options.timeout or default for options in self.options)
 
     def entries(self) -> dict[str, Any]:
-        """Return the mesh's properties that must be equal on all ranks, as a dict for JSON."""
+        """Return the properties that must be equal on all ranks."""
         return {
             "text": self.text,
             "device_type": self.device_type,
@@ -157,7 +154,7 @@ class MeshDefinition:
         }
 
     def make_group(self, axes: tuple[int, ...]) -> ProcessGroup:
-        """Return an unopened group of this rank along ``axes``, with the first axis's options."""
+        """Return this rank's unopened group along ``axes``, with the first axis's options."""
         world, layout, options = self.world, self.layout, self.options[axes[0]]
         labels = ", ".join(repr(layout.names[a]) if layout.names else str(a) for a in axes)
         backends = None
@@ -176,19 +173,15 @@ class MeshDefinition:
         )
 
     def open_group(self, group: ProcessGroup) -> None:
-        """Open ``group`` and connect its device; collective over the group's members."""
+        """Open ``group`` and connect its device; collective over its members."""
         check_device(self.device_type, is_planned=True)
-        group.open_channel(self.device_type)
+        group.open_device_group(self.device_type)
         device = select_device(self.device_type, self.world)
         if device is not None:
             group.connect(device)
 
     def open_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Agree with all ranks of the mesh on its definition, and open this rank's ``groups``.
-
-        Args:
-            groups: this rank's group along each axis, in the order of the axes.
-        """
+        """Agree with all ranks on the definition; open this rank's group per axis."""
         device = select_device(self.device_type, self.world)
         members = tuple(self.layout.ranks().ravel().tolist())
         offer: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -204,33 +197,33 @@ class MeshDefinition:
                 members, "mesh", self.entries(), self.timeout, offers=offer, lack=lack
             )
             for axis, group in enumerate(groups):
-                group.open_channel(self.device_type, agreement, f"{axis}/")
+                group.open_device_group(self.device_type, agreement, f"{axis}/")
                 if device is not None:
                     group.connect(device)
         if device is not None and len(members) == self.world.size:
             world_group(self.world).has_devices = True
 
     def outside_error(self, call: str, whole: Layout) -> NotInGroupError:
-        """Return the error of ``call`` on a rank that ``whole``, the root mesh, does not hold."""
+        """Return the error of ``call`` on a rank outside the mesh."""
         ranks = whole.ranks().ravel().tolist()
         return NotInGroupError(
-            f"{call} on a mesh that does not hold this rank",
+            f"{call} on a mesh that does not contain this rank",
             where=f"rank {self.world.rank}, mesh ({self.layout.axis_text()})",
             expected=f"one of {ranks_text(ranks)}",
             found=f"the mesh has {len(ranks)} of {self.world.size} ranks",
-            fix=f"start {len(ranks)} ranks, or make a mesh of all {self.world.size}; where others "
-            "are meant to be outside, skip the call if mesh.get_coordinate() is None",
+            fix=f"start {len(ranks)} ranks, or create a mesh of all {self.world.size}; to leave "
+            "ranks out on purpose, skip the call if mesh.get_coordinate() is None",
         )
 
     @staticmethod
     def concatenate(parts: Sequence[MeshDefinition]) -> MeshDefinition:
-        """Return the definition of the mesh with the axes and options of all parts, in order."""
+        """Return the mesh with the axes of all parts, in order."""
         if not parts:
-            raise MeshError("concatenate has no meshes", expected="at least one")
+            raise MeshError("concatenate needs at least one mesh", expected="at least one")
         first = parts[0]
         if any(part.device_type != first.device_type for part in parts):
             raise MeshError(
-                "meshes of different device types do not concatenate",
+                "concatenate needs meshes of one device type",
                 found=", ".join(part.device_type for part in parts),
             )
         layout = Layout.concatenate([part.layout for part in parts])
@@ -238,20 +231,20 @@ class MeshDefinition:
         return replace(first, layout=layout, options=options)
 
     def names_to_slice(self, axes: object) -> tuple[str, ...]:
-        """Return ``axes``, of ``mesh[axes]``, as a tuple of names; raise unless they can slice."""
+        """Return ``axes`` of ``mesh[axes]`` as a tuple of names, checked."""
         if not isinstance(axes, Hashable):
-            raise AxisError(f"a mesh is sliced by axis names, not by {axes!r}")
+            raise AxisError(f"a mesh must be sliced by axis names, not by {axes!r}")
         if self.layout.names is None:
             raise MeshError(
                 "an unnamed mesh cannot be sliced",
                 where=self.text,
-                fix="give it names: mesh_dim_names=('dp', 'tp')",
+                fix="name its axes: mesh_dim_names=('dp', 'tp')",
             )
         names = axes if isinstance(axes, tuple) else (axes,)
         for name in names:
             if not isinstance(name, str):
                 raise AxisError(
-                    f"a mesh is sliced by axis names, not by {name!r}",
+                    f"a mesh must be sliced by axis names, not by {name!r}",
                     where=self.text,
                     expected=f"some of {', '.join(map(repr, self.layout.names))}",
                 )
@@ -267,10 +260,10 @@ def define_mesh(
     *,
     open_groups: bool = True,
 ) -> MeshDefinition:
-    """Return the checked definition of a mesh; starts the world where there is none.
+    """Return the checked definition of a mesh; initializes the world if needed.
 
     Args:
-        layout_in: makes the layout, given the size of the world.
+        layout_in: returns the layout for a world size.
     """
     check_device_type(device_type)
     check_timeout(timeout)
@@ -286,10 +279,10 @@ def define_mesh(
 
 
 def _holds_rank_0_alone(layout_in: Callable[[int], Layout]) -> bool:
-    """Return whether the layout has rank 0 alone, whatever the size of the world."""
+    """Return whether the layout is only rank 0 in any world."""
     try:
-        layout = layout_in(2)  # a size of -1 becomes 2 here
-    except MeshdistError:  # raised again once the size of the world is known
+        layout = layout_in(2)  # A size of -1 becomes 2 here.
+    except MeshdistError:  # The same error is raised when the world's size is known.
         return False
     return layout.num_ranks == 1 and layout.largest_rank == 0
 
@@ -300,18 +293,12 @@ def options_of_axes(
     backend_override: Mapping[str | int, Any] | None = None,
     timeout: timedelta | None = None,
 ) -> tuple[AxisOptions, ...]:
-    """Return the checked options of each axis of ``layout``, in axis order.
-
-    Args:
-        axis_options: by axis name or index.
-        backend_override: torch's form: a wire name, wire options, or a pair of both, by axis.
-        timeout: for axes that name none.
-    """
+    """Return the checked options of each axis of ``layout``."""
     chosen: dict[int, AxisOptions] = {}
     for what, given in (("axis_options", axis_options), ("backend_override", backend_override)):
         if given is not None and not isinstance(given, Mapping):
             raise KindError(
-                f"{what} maps axes to what they take",
+                f"{what} must be a mapping with axes as keys",
                 expected="for example {'dp': ...}",
                 found=f"{given!r}",
             )
@@ -319,7 +306,7 @@ def options_of_axes(
     for axis, options in [*(axis_options or {}).items(), *from_torch]:
         if not isinstance(options, AxisOptions):
             raise KindError(
-                f"axis_options[{axis!r}] is {options!r}",
+                f"axis_options[{axis!r}] must be an AxisOptions, not {options!r}",
                 expected="an AxisOptions",
                 fix=f"axis_options={{{axis!r}: AxisOptions(backend='gloo')}}",
             )
@@ -328,10 +315,10 @@ def options_of_axes(
             raise ArgumentError(
                 f"axis {axis!r} has options twice",
                 where=f"DeviceMesh({layout.axis_text()})",
-                fix="give each axis once, by name or by index, in one of the two arguments",
+                fix="pass each axis once, by name or by index, in one of the two arguments",
             )
         if options.backend is not None:
-            backends_in(find_world(), {"": options.backend})  # raises where there is none
+            backends_in(find_world(), {"": options.backend})  # Raises if there is none.
         chosen[index] = options
     all_chosen = (chosen.get(index, AxisOptions()) for index in range(layout.ndim))
     return tuple(replace(options, timeout=options.timeout or timeout) for options in all_chosen)
@@ -343,7 +330,8 @@ def _from_torch_form(value: Any) -> AxisOptions:
     if isinstance(value, tuple):
         if len(value) != 2 or not isinstance(value[0], (str, type(None))):
             raise KindError(
-                "an axis's entry of backend_override is a wire, wire options, or a pair of both",
+                "an entry of backend_override must be a backend, backend options, or both as a "
+                "pair",
                 expected="for example ('nccl', options)",
                 found=f"{value!r}",
             )
@@ -354,18 +342,18 @@ def _from_torch_form(value: Any) -> AxisOptions:
 
 
 def layout_of_ranks(mesh: Any, names: Sequence[str] | None, world_size: int) -> Layout:
-    """Return the layout of an array of ranks, or a given Layout; raise if the world lacks ranks."""
+    """Return the layout of ranks or a Layout; raise if the world lacks ranks."""
     if not isinstance(mesh, Layout):
         return Layout.from_ranks(mesh, names, world_size=world_size)
     if names is not None:
         raise ArgumentError(
-            "a Layout has its own axis names",
+            "mesh_dim_names= cannot be passed with a Layout, which has its own axis names",
             where=f"layout ({mesh.axis_text()}), mesh_dim_names={names!r}",
-            fix="name the axes where the Layout is made",
+            fix="name the axes when you create the Layout",
         )
     if mesh.largest_rank >= world_size:
         raise MeshError(
-            f"the mesh names rank {mesh.largest_rank}, which the world lacks",
+            f"the mesh names rank {mesh.largest_rank}, which does not exist in the world",
             where=f"layout ({mesh.axis_text()})",
             expected=f"ranks from 0 to {world_size - 1}",
             fix=f"start {mesh.largest_rank + 1} ranks, or use fewer",
@@ -379,24 +367,24 @@ def definition_of_groups(
     mesh: Any,
     names: Sequence[str] | None,
 ) -> tuple[MeshDefinition, tuple[ProcessGroup, ...]]:
-    """Return a mesh's definition on existing groups, and these in axis order; or raise."""
+    """Return a mesh's definition on existing groups, and these in axis order."""
     check_device_type(device_type)
     is_one = isinstance(group, ProcessGroup)
     groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))
     if not groups:
-        raise MeshError("from_group has no groups", expected="one group per axis")
+        raise MeshError("from_group needs at least one group", expected="one group per axis")
     for argument, value in (("mesh", mesh), ("mesh_dim_names", names)):
         if not is_one and value is None:
             raise MeshError(
-                f"from_group has several groups and no {argument}",
-                expected="mesh and mesh_dim_names, with as many dims as groups",
+                f"from_group needs {argument} for several groups",
+                expected="mesh and mesh_dim_names, with one dim per group",
             )
     world = groups[0].world
     ranks = groups[0].ranks if mesh is None else mesh
     layout = Layout.from_ranks(ranks, names, world_size=world.size)
     if layout.ndim != len(groups):
         raise MeshError(
-            f"from_group has {len(groups)} groups for a mesh of {layout.ndim} dims",
+            f"from_group got {len(groups)} groups for a mesh of {layout.ndim} axes",
             expected="one group per axis, in axis order",
         )
     is_member = layout.coordinate_of(world.rank) is not None
@@ -404,7 +392,7 @@ def definition_of_groups(
         expected = layout.ranks_of_axis(axis, world.rank) if is_member else ()
         if expected != member_group.ranks:
             raise MeshError(
-                f"the group of axis {axis} has other ranks than the mesh",
+                f"the group of axis {axis} does not have the ranks of the mesh",
                 where=f"rank {world.rank} of DeviceMesh({layout.axis_text()})",
                 expected=str(list(expected)),
                 found=str(list(member_group.ranks)),
@@ -414,7 +402,6 @@ def definition_of_groups(
 
 
 def _options_of(group: ProcessGroup, device_type: str) -> AxisOptions:
-    """Return the options of an axis whose group is ``group``."""
     backend = group.backends.get(device_type)
     return AxisOptions(
         backend=None if backend == group.world.backends.get(device_type) else backend,

@@ -1,4 +1,4 @@
-"""DeviceMesh: an n-d array of ranks with named axes, and the groups along them."""
+"""Provide ``DeviceMesh``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ..bootstrap.world import Caches, World, get_usable_world
-from ..checking.program import end_here, one_frame, run_unnested
+from ..checking.call_sites import end_here, one_frame, run_unnested
 from ..error_text import explain
 from ..errors import MeshdistError, MeshError
 from ..groups.process_group import ProcessGroup
@@ -24,47 +24,45 @@ from .definition import (
     definition_of_groups,
     layout_of_ranks,
 )
-from .drawing import draw, draw_svg
 from .layout import Axis, Layout
 from .torch_interop import (
     NAMES_OF_TORCHS,
     make_torch_mesh,
     parts_of_torch_mesh,
-    refuse_torch,
+    reject_torch,
     torch_name_error,
 )
+from .visualize import draw, draw_svg
 
 __all__ = ["DeviceMesh"]
 
 
 class DeviceMesh:
-    """Ranks arranged along named axes; making a mesh is collective over its ranks.
+    """Arrange ranks along named axes; creating a mesh is collective over its ranks.
 
-    Every rank first compares the definition with the others', then opens one group per axis,
-    together with that group's members alone. Slices and transposes open nothing.
+    The ranks compare their definitions, then open one group per axis. Slices and transposes open
+    nothing.
 
-    A mesh never changes. Two meshes are equal when programs can use either in the other's place:
-    the same world and device type, the same rank at every coordinate, equal axis names, and equal
-    options (wire, timeout, wire options, whether private) for each axis.
+    A mesh is immutable. Meshes are equal if world, device type, axis names and options, and the
+    rank at every coordinate are equal.
 
     Args:
-        device_type: "cpu", "cuda", ...: where the tensors live, without an index.
-        mesh: global ranks, one dim per axis, in any order: an array, tensor or nested sequence; or
-            a Layout, which has its own names.
+        device_type: the tensors' device type, without an index: "cpu", "cuda", ...
+        mesh: global ranks in any order, one dim per axis: an array, tensor or nested sequence; or a
+            Layout, which has axis names.
         mesh_dim_names: one name per axis.
         axis_options: AxisOptions by axis name or index.
-        open_groups: False leaves opening to ``warmup()`` or to the first use.
+        open_groups: if False, groups open in ``warmup()`` or on first use.
 
     Raises:
-        MeshError: no such ranks in the world, a rank twice, a device type with an index.
-        AxisError: names that repeat, are empty, or more or fewer than the axes.
-        BackendError: "cuda" without a GPU.
-        AgreementError: the ranks define different meshes; every one raises and shows both.
-        CollectiveTimeoutError: a rank did not come; the text names it.
-        NotInGroupError: of methods that need this rank's place or groups, where it has none.
+        MeshError: If a rank does not exist or repeats, or the device type has an index.
+        AxisError: If the names repeat, are empty, or do not match the axes in number.
+        BackendError: If the device type is "cuda" and there is no GPU.
+        MismatchError: If ranks define different meshes; raised on every rank.
+        CollectiveTimeoutError: If a rank does not make this call.
+        NotInGroupError: If a method needs a coordinate and this rank is outside of the mesh.
 
-    Cost: at most a dozen requests to the store per rank, and one opening per axis: independent of
-        how many ranks and groups the mesh has.
+    Cost: at most a dozen store requests per rank and one group per axis, whatever the mesh's size.
 
     Example:
         >>> import meshdist as md
@@ -91,7 +89,7 @@ class DeviceMesh:
 
     @classmethod
     def from_definition(cls, definition: MeshDefinition, **how: Any) -> DeviceMesh:
-        """Return the mesh of a checked definition; collective over its ranks if it opens groups."""
+        """Return the mesh of a checked definition; collective if groups open."""
         mesh = object.__new__(cls)
         mesh._set_up(definition, **how)
         return mesh
@@ -104,11 +102,11 @@ class DeviceMesh:
         groups: tuple[ProcessGroup, ...] | None = None,
         open_groups: bool = False,
     ) -> None:
-        """Set the attributes of the mesh of a definition; every way to make a mesh ends here.
+        """Set the attributes.
 
         Args:
-            root: the mesh that it was derived from, and that it is closed with; None: itself.
-            groups: those of its axes; None makes them.
+            root: the mesh that this mesh was derived from, or None.
+            groups: the groups of its axes; None creates them.
         """
         coordinate = definition.layout.coordinate_of(definition.world.rank)
         own_groups = [] if root is None else root._own_groups
@@ -135,34 +133,34 @@ class DeviceMesh:
         definition.world.note_mesh(definition.layout, is_open=is_open)
 
     device_type: str
-    """Where the tensors live: "cpu", "cuda", ..."""
+    """The device type of the tensors: "cpu", "cuda", ..."""
     layout: Layout
     """The arrangement of ranks, without processes."""
     world: World
     """The world of its ranks."""
     root: DeviceMesh
-    """The mesh that it was derived from, and is closed with; itself if none."""
+    """The mesh that this mesh was derived from and is closed with, or the mesh itself."""
     caches: Caches
-    """Objects that modules above keep with this mesh, for as long as it lives."""
+    """Objects that higher modules cache with this mesh."""
     _definition: MeshDefinition
     _coordinate: tuple[int, ...] | None
     _groups: tuple[ProcessGroup, ...]
-    _own_groups: list[ProcessGroup]  # of the root and all that was derived from it
+    _own_groups: list[ProcessGroup]  # The groups of the root and all derived meshes.
     _flat_group: ProcessGroup | None
     _derived: dict[Any, DeviceMesh]
 
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             explain(
-                f"a mesh never changes: its attribute {name!r} cannot be set or deleted",
+                f"a mesh is immutable: its attribute {name!r} cannot be set or deleted",
                 where=self._definition.text,
-                fix="make another mesh, for example by flatten, unflatten, transpose or a slice",
+                fix="derive another mesh with flatten, unflatten, transpose or a slice",
             )
         )
 
     __delattr__ = __setattr__
 
-    if not TYPE_CHECKING:  # a type checker would think that a mesh has every name
+    if not TYPE_CHECKING:  # A type checker would accept every attribute name.
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in NAMES_OF_TORCHS:
@@ -173,14 +171,14 @@ class DeviceMesh:
     def _new_group(
         self, definition: MeshDefinition, axes: tuple[int, ...], *, opens: bool = False
     ) -> ProcessGroup:
-        """Return a group over ``axes`` of a derived mesh; opens it if this mesh has open groups."""
+        """Return a group over ``axes`` of a derived mesh, opened if this mesh has open groups."""
         group = definition.make_group(axes)
         self._own_groups.append(group)
         if opens or any(mine.is_open for mine in self._groups):
             definition.open_group(group)
         return group
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ properties
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -195,7 +193,7 @@ class DeviceMesh:
     @property
     def ndim(self) -> int:
         """The number of axes."""
-        refuse_torch(self._definition, self.root.layout)
+        reject_torch(self._definition, self.root.layout)
         return self.layout.ndim
 
     @property
@@ -220,54 +218,54 @@ class DeviceMesh:
         return self.layout.sizes[self.layout.axis_index(mesh_dim)]
 
     def get_rank(self) -> int:
-        """This rank in the world."""
+        """Return this process's rank in the world."""
         return self.world.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's place along each axis; None on a rank outside the mesh."""
+        """Return this rank's coordinate, or None outside the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
-        """This rank's place along one axis; the axis may be left out in a 1-D mesh."""
+        """Return this rank's index along an axis, which may be omitted in a 1-D mesh."""
         index = self._own_axis(mesh_dim, "get_local_rank")
         assert self._coordinate is not None
         return self._coordinate[index]
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
-        """The group along one axis through this rank; the axis may be left out in a 1-D mesh."""
-        refuse_torch(self._definition, self.root.layout)
+        """Return this rank's group along an axis, which may be omitted in a 1-D mesh."""
+        reject_torch(self._definition, self.root.layout)
         return self._groups[self._own_axis(mesh_dim, "get_group")]
 
-    def wire_of(self, axis: Axis) -> str:
-        """The wire that groups along an axis were asked to take, equal on all ranks of the mesh."""
+    def backend_of(self, axis: Axis) -> str:
+        """Return an axis's configured backend, which is equal on all ranks."""
         asked = self._definition.options[self.layout.axis_index(axis)].backend
         return asked or self.world.backends.get(self.device_type, "")
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """The group of each axis through this rank, in axis order."""
+        """Return this rank's group along each axis, in axis order."""
         coordinate_in(self, "get_all_groups")
         return list(self._groups)
 
     def open_group(self) -> ProcessGroup:
-        """The group that a verb on this mesh uses: its axis, or its axes flattened row-major.
+        """Return the group over all axes of this mesh, row-major.
 
-        Several axes open their group at the first call, collectively over its members.
+        The first call opens it, collectively over its members, unless the mesh has a single axis.
         """
         if self._coordinate is not None and len(self._groups) == 1:
             return self._groups[0]
         if self._flat_group is None:
-            coordinate_in(self, "a verb")
+            coordinate_in(self, "a collective")
             group = self._new_group(self._definition, tuple(range(self.ndim)), opens=True)
             vars(self).update(_flat_group=group)
             return group
         return self._flat_group
 
-    # ------------------------------------------------------------------ the algebra
+    # ------------------------------------------------------------------ derived meshes
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...] | list[str]) -> DeviceMesh:
-        """The part with only these axes, in this order, through this rank; opens nothing.
+        """Return the submesh of these axes, in this order, that contains this rank; opens nothing.
 
-        On a rank outside the mesh the part has the same shape and no coordinate.
+        Outside the mesh, it has no coordinate.
         """
         try:
             return self._derived[axes]
@@ -293,15 +291,14 @@ class DeviceMesh:
         return part
 
     def transpose(self, *axes: Axis) -> DeviceMesh:
-        """The same ranks and groups with the axes in this order; opens nothing."""
+        """Return the mesh with its axes in this order; opens nothing."""
         indices = self.layout.axis_indices(axes)
         return self._derive(self.layout.transpose(indices), indices)
 
     def flatten(self, axes: Sequence[Axis] | None = None, name: str | None = None) -> DeviceMesh:
-        """The mesh with ``axes`` (all of them by default) as one axis, the first the slowest.
+        """Merge ``axes`` (by default all) into one axis, row-major. Inverse of ``unflatten``.
 
-        Opens the new axis's group, collectively over its members, unless this mesh is only planned.
-        ``unflatten`` undoes it.
+        Opens the new axis's group, collectively, if this mesh has open groups.
         """
         indices = self.layout.axis_indices(range(self.ndim) if axes is None else axes)
         key = ("flatten", indices, name)
@@ -315,10 +312,9 @@ class DeviceMesh:
     def unflatten(
         self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """The mesh with ``axis`` split, row-major, into axes of these sizes; one size may be -1.
+        """Split ``axis``, row-major, into axes of these sizes. Inverse of ``flatten``.
 
-        Opens the new axes' groups, collectively over their members, unless this mesh is only
-        planned. Undoes ``flatten``.
+        One size may be -1. Opens the new axes' groups, collectively, if this mesh has open groups.
         """
         index = self.layout.axis_index(axis)
         names = None if names is None else tuple(names)
@@ -331,10 +327,9 @@ class DeviceMesh:
         return self._derived[key]
 
     def refined(self, layout: Layout, owners: Sequence[Axis]) -> DeviceMesh:
-        """The mesh over the same ranks with the axes of ``layout``, whose axis i is a part of this
-        mesh's axis ``owners[i]`` and has its options.
+        """Return the mesh of ``layout``, whose axis i is a part of this mesh's axis ``owners[i]``.
 
-        Opens the groups along them, collectively, unless this mesh is only planned.
+        Opens the axes' groups, collectively, if this mesh has open groups.
         """
         kept = [self.layout.axis_index(owner) for owner in owners]
         key = ("refined", layout, tuple(kept))
@@ -344,9 +339,9 @@ class DeviceMesh:
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """The mesh with the axes of all parts, in order, through this rank; opens nothing.
+        """Return the mesh with the axes of all parts, in order; opens nothing.
 
-        The parts are slices of one mesh, or of several meshes over the same ranks.
+        The parts must be slices of one mesh, or of meshes over the same ranks.
         """
         definition = MeshDefinition.concatenate([part._definition for part in meshes])
         groups = tuple(group for part in meshes for group in part._groups)
@@ -356,7 +351,7 @@ class DeviceMesh:
         """Return the mesh of ``layout`` with the options and groups of the axes ``kept``.
 
         Args:
-            new: the axes of ``layout`` that get new groups, open where this mesh's groups are.
+            new: axes that get new groups, opened if this mesh's groups are open.
         """
         options = tuple(self._definition.options[index] for index in kept)
         definition = replace(self._definition, layout=layout, options=options)
@@ -368,7 +363,7 @@ class DeviceMesh:
         )
         return self.from_definition(definition, root=self.root, groups=groups)
 
-    # ------------------------------------------------------------------ its groups' lives
+    # ------------------------------------------------------------------ opening and closing
 
     def warmup(self) -> None:
         """Open and connect the groups of all axes; collective over the mesh's ranks."""
@@ -377,32 +372,32 @@ class DeviceMesh:
         run_unnested("warmup", self._definition.open_groups, self._groups)
 
     def abort(self, reason: str = "mesh.abort() was called") -> None:
-        """Free every rank that waits in a group of this mesh; its groups are unusable then.
+        """Abort the groups of this mesh: every rank that waits in one of them raises.
 
-        A communicator that another mesh shares (the world's, where an axis holds every rank) is
-        unusable for it too; ``AxisOptions(private=True)`` keeps an axis apart.
+        Meshes that share a communicator with it become unusable too. An axis with
+        ``AxisOptions(private=True)`` shares none.
         """
         for group in (*self._groups, self._flat_group):
             if group is not None:
                 group.abort(reason)
 
     def close(self) -> None:
-        """End communication on the mesh and all that was derived from it.
+        """Close the mesh and all meshes derived from it.
 
-        Communicators that another mesh shares stay open for it.
+        Communicators that another mesh shares stay open.
 
         Raises:
-            MeshError: it was derived from another mesh, with which it is closed.
+            MeshError: If this mesh was derived from another mesh.
         """
         if self.root is not self:
             raise MeshError(
-                "a part of a mesh cannot be closed on its own",
+                "a derived mesh cannot be closed by itself",
                 where=self._definition.text,
-                fix=f"close the whole mesh, {self.root._definition.text}",
+                fix=f"close the mesh that it was derived from, {self.root._definition.text}",
             )
         if self.world.open_layouts[self.layout] and any(group.is_open for group in self._groups):
             self.world.open_layouts[self.layout] -= 1
-        with ExitStack() as closing:  # all close, though one raises
+        with ExitStack() as closing:  # All groups close, even if one raises.
             for group in reversed(self._own_groups):
                 closing.callback(group.close)
 
@@ -413,7 +408,7 @@ class DeviceMesh:
     def __exit__(self, *_: object) -> None:
         meshes_in_force.set(meshes_in_force.get()[:-1])
 
-    # ------------------------------------------------------------------ other forms
+    # ------------------------------------------------------------------ conversions
 
     @staticmethod
     def from_group(
@@ -423,25 +418,25 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh on groups that are there: one group gives 1-D, a list one axis per group.
+        """Create a mesh from existing groups.
 
         Args:
-            group: one group, or a group per axis, in axis order.
+            group: one group for a 1-D mesh, or a list with one group per axis.
             device_type: as in the constructor.
-            mesh: the global ranks; needed for a list of groups.
-            mesh_dim_names: needed for a list of groups.
+            mesh: the global ranks; required for a list of groups.
+            mesh_dim_names: required for a list of groups.
 
         Raises:
-            MeshError: the mesh and the groups' ranks do not fit together.
+            MeshError: If the mesh and the groups have different ranks.
         """
         definition, groups = definition_of_groups(group, device_type, mesh, mesh_dim_names)
         return DeviceMesh.from_definition(definition, groups=groups)
 
     def to_torch(self) -> torch.distributed.device_mesh.DeviceMesh:
-        """torch's DeviceMesh on the same ranks in the same order, for FSDP2 and DTensor.
+        """Return a torch DeviceMesh of the same ranks, for FSDP2 and DTensor.
 
-        Collective over the world; starts or adopts torch.distributed's own world.
-        The inverse of ``from_torch``.
+        Collective over the world. Initializes torch.distributed, or reuses its process group.
+        Inverse of ``from_torch``.
         """
         return make_torch_mesh(self._definition)
 
@@ -451,10 +446,7 @@ class DeviceMesh:
         *,
         axis_options: Mapping[str | int, AxisOptions] | None = None,
     ) -> DeviceMesh:
-        """Our mesh on the ranks of torch's, in the same order; collective over them.
-
-        The inverse of ``to_torch``.
-        """
+        """Create a mesh of the ranks of a torch DeviceMesh; collective. Inverse of ``to_torch``."""
         device_type, ranks, names = parts_of_torch_mesh(mesh)
         return DeviceMesh(device_type, ranks, mesh_dim_names=names, axis_options=axis_options)
 
@@ -464,7 +456,7 @@ class DeviceMesh:
         return f"DeviceMesh({self.device_type!r}, {ranks}{names})"
 
     def __format__(self, format_spec: str) -> str:
-        refuse_torch(self._definition, self.root.layout)  # torch's functional collectives
+        reject_torch(self._definition, self.root.layout)  # Functional collectives read this.
         return format(str(self), format_spec)
 
     def __str__(self) -> str:
@@ -473,7 +465,7 @@ class DeviceMesh:
         return draw(self.layout, highlight_rank=rank, hosts=hosts)
 
     def _repr_svg_(self) -> str:
-        """The drawing that a notebook shows."""
+        """The SVG drawing for notebooks."""
         rank = None if self._coordinate is None else self.world.rank
         return draw_svg(self.layout, highlight_rank=rank)
 
@@ -486,7 +478,7 @@ class DeviceMesh:
         return hash(self._definition)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The copy finds open equal groups, or opens its own at their first use.
+        # The copy reuses open equal groups, or opens new groups at their first use.
         return _unpickled, (self.device_type, self.layout, self._definition.options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
@@ -499,7 +491,7 @@ class DeviceMesh:
             raise MeshError(
                 f"{call} needs an axis on a mesh of {self.ndim} axes",
                 where=self._definition.text,
-                fix=f"name one, for example {call}({next(iter(self.axis_names), 0)!r})",
+                fix=f"pass an axis, for example {call}({next(iter(self.axis_names), 0)!r})",
             )
         index = 0 if axis is None else self.layout.axis_index(axis)
         coordinate_in(self, call)
@@ -507,7 +499,7 @@ class DeviceMesh:
 
 
 def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
-    """Return this rank's coordinate in ``mesh``; raise an error of ``call`` outside of it."""
+    """Return this rank's coordinate in ``mesh``; else raise an error of ``call``."""
     if mesh._coordinate is None:
         raise mesh._definition.outside_error(call, mesh.root.layout)
     return mesh._coordinate
@@ -519,4 +511,4 @@ def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...
 
 
 meshes_in_force: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_mesh", default=())
-"""The meshes of this context's ``with mesh:``, the innermost last."""
+"""The open ``with mesh:`` blocks of this context, the innermost last."""

@@ -1,9 +1,8 @@
-"""The pure algebra of meshes: ranks arranged along named axes, as strides, without processes.
+"""Provide ``Layout``: ranks arranged along named axes, as strides, without processes.
 
-A ``Layout`` never lists its ranks unless asked to. Each axis is a tuple of modes (size, stride),
-major to minor; the rank at a coordinate lies at ``offset`` plus the sum of its strides in the rank
-map, and without a rank map that place is the rank itself. So a mesh of 16,384 ranks costs a few
-microseconds, and every operation below returns a new layout and sends nothing.
+Each axis is a tuple of modes (size, stride), major to minor. The place of a coordinate is
+``offset`` plus the sum of its strides; its rank is ``rank_map[place]``, or without a rank map the
+place. Ranks are listed only on request, so a mesh of 16,384 ranks costs microseconds.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import find_whole_numbers, mesh_kind_error
+from ..arguments import find_integers, get_integer, mesh_kind_error
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
-from .drawing import draw, draw_svg
 from .layout_arguments import (
     checked_modes,
     checked_names,
@@ -40,18 +38,19 @@ from .strides import (
     split,
     strided_modes,
 )
+from .visualize import draw, draw_svg
 
 __all__ = ["Layout"]
 
 AxisName = str
 Axis = str | int
 
-# Up to here a layout that is not row-major shows its ranks in its repr, beyond it its strides.
+# The repr of a larger layout that is not row-major shows strides, because ranks would fill pages.
 _REPR_RANKS = 64
 
 
 class _RankMap(tuple[int, ...]):
-    """The global rank at each place of a layout, shared by the layouts derived from it."""
+    """The global rank at each place, shared by derived layouts."""
 
     @cached_property
     def positions(self) -> dict[int, int]:
@@ -62,15 +61,14 @@ class _RankMap(tuple[int, ...]):
 class Layout:
     """Global ranks at the points of a grid with named axes; immutable, hashable, process-free.
 
-    Two layouts are equal when their names are equal and every coordinate holds the same rank,
-    however each was made.
+    Layouts are equal if their names and the rank at every coordinate are equal.
 
     Args:
-        modes: per axis the (size, stride) pairs, major to minor; kept in normal form (no pair of
-            size 1, neighbours merged where their strides continue), so an axis of size 1 is ().
-        names: one name per axis, or None for an unnamed mesh.
+        modes: per axis the (size, stride) pairs, major to minor. They are normalized: pairs of size
+            1 are dropped and neighbours whose strides continue are merged.
+        names: one name per axis, or None.
         offset: the place of coordinate (0, 0, ...).
-        rank_map: global rank by place; None where every place is its own rank.
+        rank_map: the global rank at each place; None if every place is its rank.
 
     Raises:
         MeshError: sizes or strides below 1, axes that overlap, places outside the rank map.
@@ -89,19 +87,19 @@ class Layout:
     offset: int = 0
     rank_map: tuple[int, ...] | None = None
 
-    # ---------------------------------------------------------------- making one
+    # ---------------------------------------------------------------- constructors
 
     def __post_init__(self) -> None:
         try:
             axes, offset = tuple(self.modes), operator.index(self.offset)
         except TypeError as error:
             raise KindError(
-                "a layout has a sequence of axes, and a whole number as its offset",
+                "a Layout takes a sequence of axes and an integer offset",
                 found=f"modes {self.modes!r}, offset {self.offset!r}",
             ) from error
         modes = tuple(map(checked_modes, axes))
         if not modes:
-            raise MeshError("a mesh has at least one axis", found="no axes")
+            raise MeshError("a mesh must have at least one axis", found="no axes")
         names = checked_names(self.names, len(modes))
         if offset < 0:
             raise MeshError(f"the offset of a layout cannot be negative: {offset}")
@@ -112,15 +110,15 @@ class Layout:
         if not is_nested(mode for axis in modes for mode in axis):
             raise MeshError(
                 "the axes of a layout overlap or interleave",
-                expected="each stride larger than all that the smaller strides reach together",
+                expected="each stride to be larger than the reach of all smaller strides",
                 found=f"modes {modes}",
-                fix="build it with Layout.from_ranks from the array of ranks",
+                fix="build it from the array of ranks: Layout.from_ranks(ranks)",
             )
         if rank_map is not None and self._last >= len(rank_map):
             raise MeshError(
                 "a layout reaches beyond its rank map",
-                expected=f"places below {len(rank_map)}",
-                found=f"place {self._last}",
+                expected=f"positions below {len(rank_map)}",
+                found=f"position {self._last}",
             )
 
     @staticmethod
@@ -133,13 +131,13 @@ class Layout:
         """Return ranks 0, 1, 2, ... in row-major order.
 
         Args:
-            shape: the size of each axis; a single size may be -1, which ``world_size`` decides.
+            shape: the size of each axis; one size may be -1, which is inferred from ``world_size``.
             names: one name per axis, or None.
-            world_size: where given, the mesh must fit in it.
+            world_size: the maximum number of ranks, or None.
 
         Raises:
-            MeshError: a size of 0 or below -1, two sizes of -1, a -1 that does not divide the
-                world or has none to divide, a mesh larger than the world.
+            MeshError: a size of 0 or below -1, two sizes of -1, a -1 that ``world_size`` does not
+                determine, a mesh larger than the world.
 
         Example:
             >>> Layout.from_shape((2, -1), ("dp", "tp"), world_size=8)
@@ -150,8 +148,8 @@ class Layout:
         if -1 in sizes:
             if world_size is None:
                 raise MeshError(
-                    f"{text} {sizes} has a -1 and no world to divide",
-                    fix="write the size out, or give world_size",
+                    f"{text} {sizes} has a -1, and world_size is not given",
+                    fix="write the size out, or pass world_size=",
                 )
             world_text = f"a world of {num_ranks_text(world_size)}"
             sizes = inferred_sizes(sizes, world_size, text, world_text)
@@ -182,10 +180,10 @@ class Layout:
         Args:
             ranks: global ranks, one dim per axis: an array, tensor or nested sequence of ints.
             names: one name per axis, or None.
-            world_size: where given, every rank must be below it.
+            world_size: if given, every rank must be below it.
 
         Raises:
-            KindError: not an array of whole numbers.
+            KindError: not an array of integers.
             MeshError: no ranks, no axis, a rank twice, negative, or outside the world.
 
         Example:
@@ -200,7 +198,7 @@ class Layout:
         dense = Layout.from_shape(array.shape)
         return _build(dense.modes, checked, 0, _RankMap(array.ravel().tolist()))
 
-    # ---------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------- properties
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -220,7 +218,7 @@ class Layout:
     @cached_property
     def largest_rank(self) -> int:
         """The largest rank of the mesh."""
-        if self.rank_map is None:  # strides are positive
+        if self.rank_map is None:  # Strides are positive.
             return self._last
         return int(self.ranks().max())
 
@@ -233,16 +231,18 @@ class Layout:
         """
         if self.names is None:
             raise AxisError(
-                "the mesh has no axis names", where=self._text, fix="use sizes, in axis order"
+                "the mesh has no axis names",
+                where=self._text,
+                fix="use .sizes, which is in axis order",
             )
         return dict(zip(self.names, self.sizes, strict=True))
 
     def axis_text(self) -> str:
-        """Return ``"dp=2, tp=4"``, or ``"2, 4"`` where the axes have no names."""
+        """Return ``"dp=2, tp=4"``, or ``"2, 4"`` without names."""
         return self._named(self.sizes)
 
     def coordinate_text(self, rank: int) -> str:
-        """Return ``"dp=1, tp=0"`` for a rank of the mesh, else ``"outside the mesh"``."""
+        """Return ``"dp=1, tp=0"``, or ``"outside the mesh"``."""
         coordinate = self.coordinate_of(rank)
         return "outside the mesh" if coordinate is None else self._named(coordinate)
 
@@ -257,7 +257,7 @@ class Layout:
             if self.rank_map is other.rank_map:
                 return True
         elif self.rank_map is None and other.rank_map is None:
-            return False  # the normal form is unique where places are ranks
+            return False  # If places are ranks, the normal form is unique.
         return bool(np.array_equal(self.ranks(), other.ranks()))
 
     def __hash__(self) -> int:
@@ -282,7 +282,7 @@ class Layout:
         return draw(self)
 
     def _repr_svg_(self) -> str:
-        """The drawing that a notebook shows."""
+        """The SVG drawing for notebooks."""
         return draw_svg(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -292,22 +292,19 @@ class Layout:
     # ---------------------------------------------------------------- ranks and coordinates
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the coordinate of a global rank, or None where the mesh does not hold it.
-
-        The inverse of ``rank_at``.
-        """
+        """Return the coordinate of a rank, or None outside the mesh. Inverse of ``rank_at``."""
         if self.rank_map is None:
-            place: int | None = operator.index(rank)
+            place: int | None = rank if type(rank) is int else get_integer(rank, "rank")
         else:
             place = self.rank_map.positions.get(rank)  # type: ignore[attr-defined]
         return None if place is None else self._coordinate_at(place)
 
     def get_coordinate(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinate of a global rank; raises NotInGroupError where there is none."""
+        """Return the coordinate of a global rank; raises NotInGroupError outside the mesh."""
         coordinate = self.coordinate_of(rank)
         if coordinate is None:
             raise NotInGroupError(
-                f"the mesh does not hold rank {rank}",
+                f"the mesh does not contain rank {rank}",
                 where=self._text,
                 expected=f"one of its ranks: {self._some_ranks()}",
                 fix="skip the call on ranks outside the mesh",
@@ -315,7 +312,7 @@ class Layout:
         return coordinate
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """Return the global rank at a coordinate. The inverse of ``coordinate_of``.
+        """Return the global rank at a coordinate. Inverse of ``coordinate_of``.
 
         Raises:
             MeshError: not one index per axis, or an index outside its axis.
@@ -339,9 +336,7 @@ class Layout:
         return np.take(by_place, places)
 
     def ranks_of_axis(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the group along ``axis`` that holds ``rank``, in mesh order.
-
-        The place of ``rank`` in it equals its coordinate along the axis.
+        """Return the group along ``axis`` that holds ``rank``, in the order of the axis's indices.
 
         Raises:
             AxisError: no such axis.
@@ -375,7 +370,7 @@ class Layout:
     def groups_of_axis(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return every group along ``axis``, ordered by the other axes' coordinates, row-major.
 
-        Lists all ranks of the mesh: for documentation and tests, not for the way to a group.
+        It lists all ranks, so it is slow for large meshes.
         """
         return self.groups_of_axes((axis,))
 
@@ -395,27 +390,27 @@ class Layout:
     # ---------------------------------------------------------------- axes by name or index
 
     def axis_index(self, axis: Axis) -> int:
-        """Return the index of an axis given by its name or by an index, which may be negative.
+        """Return the index of an axis from its name or an index, which may be negative.
 
         Raises:
-            AxisError: no such axis; the text lists those there are and suggests the nearest.
+            AxisError: no such axis; the error lists the axes and suggests the nearest.
         """
         if isinstance(axis, str):
             if self.names is None:
                 raise AxisError(
                     f"no axis {axis!r}: the mesh has no axis names",
                     where=self._text,
-                    fix="give the mesh one name per axis, or use an index",
+                    fix="name the axes when you create the mesh, or pass an index",
                 )
             try:
                 return self.names.index(axis)
             except ValueError:
                 pass
             raise no_axis(axis, self.names, self._text)
-        numbers = find_whole_numbers([axis])
+        numbers = find_integers([axis])
         if numbers is None:
             raise AxisError(
-                f"an axis is a name or an index, not {axis!r}",
+                f"an axis must be a name or an index, not {axis!r}",
                 where=self._text,
                 found=type(axis).__name__,
             )
@@ -429,7 +424,7 @@ class Layout:
         return index % self.ndim
 
     def axis_indices(self, axes: Sequence[Axis]) -> tuple[int, ...]:
-        """Return the indices of several axes, in the order given; one name counts as one axis.
+        """Return the indices of several axes, in the order given; a name counts as one axis.
 
         Raises:
             AxisError: no such axis, an axis twice, no axes.
@@ -440,14 +435,14 @@ class Layout:
             axes = tuple(axes)
         except TypeError as error:
             raise AxisError(
-                f"axes are a sequence of names or indices, not {axes!r}", where=self._text
+                f"axes must be a sequence of names or indices, not {axes!r}", where=self._text
             ) from error
         indices = tuple(map(self.axis_index, axes))
         if not indices:
-            raise AxisError("no axes named", where=self._text, expected="at least one axis")
+            raise AxisError("no axes given", where=self._text, expected="at least one axis")
         if len(set(indices)) != len(indices):
             raise AxisError(
-                "an axis is named twice",
+                "an axis is given twice",
                 where=self._text,
                 expected="each axis at most once",
                 found=f"axes {tuple(axes)}",
@@ -457,7 +452,7 @@ class Layout:
     # ---------------------------------------------------------------- operations
 
     def slice(self, axes: Sequence[Axis], rank: int) -> Layout:
-        """Return the part with only ``axes``, in the order given, that runs through ``rank``.
+        """Return the part with only ``axes``, in the order given, that contains ``rank``.
 
         Raises:
             AxisError: no such axis, an axis twice, no axes.
@@ -489,24 +484,23 @@ class Layout:
                 where=self._text,
                 expected=f"all {self.ndim} axes, each once",
                 found=f"axes {(axes,) if isinstance(axes, str) else tuple(axes)}",
-                fix="slice chooses some of the axes",
+                fix="name every axis once; to choose some of the axes, call slice()",
             )
         modes = tuple(self.modes[index] for index in indices)
         return _build(modes, self._names_of(indices), self.offset, self.rank_map)
 
     def flatten(self, axes: Sequence[Axis], name: AxisName | None = None) -> Layout:
-        """Return the layout with ``axes`` as one axis, the first named the slowest.
+        """Return the layout with ``axes`` merged into one axis, which replaces the first of them.
 
-        The axes need not be neighbours; the new one takes the place of the first named.
-        ``unflatten`` undoes it (for axes that were neighbours in this order).
+        The axes need not be neighbours. If they are, in this order, ``unflatten`` is the inverse.
 
         Args:
-            axes: the axes to join, major to minor.
-            name: the new axis's name; by default theirs, joined by "_".
+            axes: major to minor.
+            name: the new axis's name; by default their names, joined by "_".
 
         Raises:
-            AxisError: no such axis, an axis twice, a name that is taken, or a name for an
-                unnamed mesh.
+            AxisError: no such axis, an axis twice, a name that is taken, or a name for an unnamed
+                mesh.
 
         Example:
             >>> mesh = Layout.from_shape((2, 2, 2), ("pp", "dp", "tp"))
@@ -529,12 +523,12 @@ class Layout:
     def unflatten(
         self, axis: Axis, sizes: Sequence[int], names: Sequence[AxisName] | None = None
     ) -> Layout:
-        """Return the layout with ``axis`` split, row-major, into axes of the given sizes.
+        """Return the layout with ``axis`` split, row-major, into axes of these sizes.
 
-        Undoes ``flatten``. One size may be -1.
+        Inverse of ``flatten``. One size may be -1.
 
         Raises:
-            AxisError: no such axis, names that are taken, or not as many names as sizes.
+            AxisError: no such axis, names that are taken, or not one name per size.
             MeshError: sizes whose product is not the axis's size.
 
         Example:
@@ -549,11 +543,11 @@ class Layout:
         checked = inferred_sizes(checked, whole, what, f"an axis of size {whole}")
         if math.prod(checked) != whole:
             raise MeshError(
-                f"{what} {checked} does not give its size",
+                f"{what} {checked} does not match its size",
                 where=self._text,
                 expected=f"sizes whose product is {whole}",
                 found=f"{' x '.join(map(str, checked))} = {math.prod(checked)}",
-                fix="leave one size as -1",
+                fix="pass -1 as one of the sizes",
             )
         if isinstance(names, str):
             names = (names,)
@@ -564,7 +558,7 @@ class Layout:
             counts={index: len(checked)},
         )
         parts = split(self.modes[index], checked)
-        if parts is None:  # no strides describe it: place the ranks one by one
+        if parts is None:  # No strides describe the axes, so a rank map must list the ranks.
             shape = (*self.sizes[:index], *checked, *self.sizes[index + 1 :])
             return Layout.from_ranks(self.ranks().reshape(shape), new_names)
         modes = (*self.modes[:index], *parts, *self.modes[index + 1 :])
@@ -574,12 +568,12 @@ class Layout:
     def concatenate(layouts: Sequence[Layout]) -> Layout:
         """Return the layout with the axes of all, in order, through the rank that they share.
 
-        The parts are slices of one mesh (or of several views of one mesh) through one rank.
+        The layouts are slices of one mesh, or of views of it.
 
         Raises:
             MeshError: no layouts, parts of different meshes, parts that share no rank, axes that
                 overlap.
-            AxisError: a name twice, named parts beside unnamed parts.
+            AxisError: a name twice, or named and unnamed parts.
 
         Example:
             >>> mesh = Layout.from_shape((2, 2, 2), ("pp", "dp", "tp"))
@@ -594,7 +588,7 @@ class Layout:
         where = " and ".join(layout._text for layout in layouts)
         if any((layout.names is None) != (first.names is None) for layout in layouts):
             raise AxisError(
-                "concatenate joins named axes to unnamed ones",
+                "concatenate cannot join named axes and unnamed axes",
                 where=where,
                 fix="name all of the parts, or none",
             )
@@ -603,10 +597,10 @@ class Layout:
             for layout in layouts
         ):
             raise MeshError(
-                "concatenate joins parts of different meshes",
+                "concatenate cannot join parts of different meshes",
                 where=where,
                 expected="slices of one mesh",
-                fix="slice all parts from one mesh, or place the ranks with from_ranks",
+                fix="slice all parts from one mesh, or arrange the ranks with Layout.from_ranks",
             )
         modes = tuple(axis for layout in layouts for axis in layout.modes)
         names = None
@@ -615,17 +609,17 @@ class Layout:
             names = checked_names(joined, len(joined), f"concatenate of {where}")
         if not is_nested(mode for axis in modes for mode in axis):
             raise MeshError(
-                "concatenate joins axes that overlap",
+                "concatenate cannot join axes that overlap",
                 where=where,
-                expected="axes that share one rank and no more",
-                fix="slice the parts so that each axis of the mesh lies in one of them",
+                expected="axes that share exactly one rank",
+                fix="slice the parts so that each axis of the mesh is in only one of them",
             )
         offset, so_far = first.offset, list(first.modes)
         for layout in layouts[1:]:
             origin = common_origin(offset, so_far, layout.offset, layout.modes)
             if origin is None:
                 raise MeshError(
-                    "concatenate joins parts that share no rank",
+                    "concatenate cannot join parts that share no rank",
                     where=where,
                     expected="parts through one rank",
                     found="; ".join(layout._some_ranks() for layout in layouts),
@@ -635,7 +629,7 @@ class Layout:
             so_far.extend(layout.modes)
         return _build(modes, names, offset, first.rank_map)
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internals
 
     @property
     def _text(self) -> str:
@@ -660,7 +654,7 @@ class Layout:
         where: str,
         counts: dict[int, int] | None = None,
     ) -> tuple[AxisName, ...] | None:
-        """Return the names of the axes ``indices``, with those in ``new`` replaced."""
+        """Return the names of the axes ``indices``, replaced as in ``new``."""
         given = tuple(name for part in new.values() for name in part)
         if self.names is None:
             if given:
@@ -668,13 +662,13 @@ class Layout:
                     "an unnamed mesh cannot take a name for one axis",
                     where=where,
                     found=f"name {given[0]!r}",
-                    fix="name all axes when the mesh is made",
+                    fix="name all axes when you create the mesh",
                 )
             return None
         for index, count in (counts or {}).items():
             if len(new[index]) != count:
                 raise AxisError(
-                    "not one name per new axis",
+                    "the number of names does not match the number of new axes",
                     where=where,
                     expected=f"{count} names, one per size",
                     found=f"names {new[index]}",
@@ -692,7 +686,7 @@ class Layout:
 
     @cached_property
     def _digits(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The (stride, size, axis, weight within the axis) of every mode, largest stride first."""
+        """Every mode's (stride, size, axis, weight within the axis), largest stride first."""
         digits = []
         for index, axis in enumerate(self.modes):
             weight = 1
@@ -717,7 +711,7 @@ class Layout:
         return place if self.rank_map is None else self.rank_map[place]
 
     def _some_ranks(self, shown: int = 8) -> str:
-        """Return the ranks as text; of more than ``shown`` the first and the last."""
+        """Return at most ``shown`` ranks as text."""
         if self.num_ranks <= shown:
             return ", ".join(map(str, self.ranks().ravel().tolist()))
         first = (np.unravel_index(place, self.sizes) for place in range(shown - 2))
@@ -725,7 +719,7 @@ class Layout:
         return f"{head}, ..., {self._rank_of(self._last)}"
 
     def _start_of(self, indices: tuple[int, ...], rank: int) -> int:
-        """Return the place of ``rank`` with its coordinates along ``indices`` set to zero."""
+        """Return the place of ``rank`` if its coordinates along ``indices`` were 0."""
         coordinate, start = self.get_coordinate(rank), self.offset
         for index, axis in enumerate(self.modes):
             if index not in indices:
@@ -734,9 +728,11 @@ class Layout:
 
 
 def get_layout(mesh: Any, call: str) -> Layout:
-    """Return the layout of a DeviceMesh, or a Layout itself; raise KindError for anything else."""
-    layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
-    if isinstance(layout, Layout):
+    """Return the layout of a mesh or Layout; else raise."""
+    if isinstance(mesh, Layout):
+        return mesh
+    layout = getattr(mesh, "layout", None)
+    if isinstance(layout, Layout) and hasattr(mesh, "get_rank"):  # Shardings have a layout, too.
         return layout
     raise mesh_kind_error(f"{call} takes a mesh", mesh, expected="a DeviceMesh or a Layout")
 
@@ -747,7 +743,7 @@ def _build(
     offset: int,
     rank_map: tuple[int, ...] | None,
 ) -> Layout:
-    """Return a Layout of valid parts in normal form, without checks."""
+    """Return a Layout without checks or normalization."""
     layout = object.__new__(Layout)
     vars(layout).update(modes=modes, names=names, offset=offset, rank_map=rank_map)
     return layout

@@ -1,7 +1,4 @@
-"""The input of users who make a mesh, checked: names, sizes, arrays of ranks.
-
-Each function returns its argument in one plain form or raises an error that shows it.
-"""
+"""Check names, sizes and arrays of ranks."""
 
 from __future__ import annotations
 
@@ -13,27 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import find_whole_numbers
+from ..arguments import find_integers
 from ..errors import AxisError, KindError, MeshError
 from .strides import AxisModes, coalesced
 
 _ABBREVIATED = 3
-"""Letters up to which a name is an abbreviation. One letter tells two of them apart, so that the
-nearest is no guess at what was meant where both may name a kind of parallelism: 'ep' is not 'dp',
-nor 'etp' 'edp'."""
+"""In names of at most this many letters, another letter can mean another kind of parallelism: 'ep'
+must not suggest 'dp', nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
-    """Return the (size, stride) pairs of an axis in normal form; raise if they are invalid."""
+    """Return an axis's (size, stride) pairs in normal form; or raise."""
     try:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
         raise KindError(
-            "the modes of an axis are pairs of whole numbers (size, stride)", found=repr(axis)
+            "the modes of an axis must be pairs of integers (size, stride)", found=repr(axis)
         ) from error
     if any(size < 1 or stride < 1 for size, stride in pairs):
         raise MeshError(
-            "sizes and strides of a layout are 1 or more", found=f"modes {tuple(pairs)}"
+            "sizes and strides of a layout must be 1 or more", found=f"modes {tuple(pairs)}"
         )
     return coalesced(pairs)
 
@@ -41,23 +37,25 @@ def checked_modes(axis: Any) -> AxisModes:
 def checked_names(
     names: Sequence[str] | None, ndim: int, where: str | None = None
 ) -> tuple[str, ...] | None:
-    """Return axis names as a tuple of ``ndim`` different identifiers, or None; else raise."""
+    """Return None or axis names as a tuple of ``ndim`` different identifiers; else raise."""
     if names is None:
         return None
     if isinstance(names, str):
         raise AxisError(
-            f"axis names are a tuple of strings, not the string {names!r}",
+            f"axis names must be a tuple of strings, not the string {names!r}",
             where=where,
             fix=f"write ({names!r},) for one axis",
         )
     try:
         names = tuple(names)
     except TypeError as error:
-        raise AxisError(f"axis names are a tuple of strings, not {names!r}", where=where) from error
+        raise AxisError(
+            f"axis names must be a tuple of strings, not {names!r}", where=where
+        ) from error
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             raise AxisError(
-                f"{name!r} cannot be the name of an axis",
+                f"{name!r} is not a valid axis name",
                 where=where or f"axis names {names}",
                 expected="letters, digits and underscores, not beginning with a digit",
                 fix=_identifier_hint(name),
@@ -72,7 +70,7 @@ def checked_names(
         )
     if len(names) != ndim:
         raise AxisError(
-            "not one name per axis",
+            "the number of axis names does not match the number of axes",
             where=where,
             expected=f"{ndim} names for {ndim} axes",
             found=f"{len(names)} names: {names}",
@@ -84,17 +82,17 @@ def _identifier_hint(name: object) -> str | None:
     if not isinstance(name, str):
         return None
     hint = "".join(char if char.isalnum() else "_" for char in name.strip())
-    return f"call it {hint!r}" if hint.isidentifier() and hint.strip("_") else None
+    return f"rename it to {hint!r}" if hint.isidentifier() and hint.strip("_") else None
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
-    """Return sizes as a tuple of numbers from 1 on and at most one -1; else raise."""
+    """Return a tuple of positive ints and at most one -1; else raise."""
     try:
-        found = find_whole_numbers([sizes] if isinstance(sizes, int) else list(sizes))
+        found = find_integers([sizes] if isinstance(sizes, int) else list(sizes))
     except TypeError:
         found = None
     if found is None:
-        raise KindError(f"{what} {sizes!r}: sizes are whole numbers", expected="such as (2, 4)")
+        raise KindError(f"{what} {sizes!r}: sizes must be integers", expected="such as (2, 4)")
     checked = tuple(found)
     if not checked:
         raise MeshError(f"{what} () is empty", expected="at least one size")
@@ -115,7 +113,7 @@ def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
 def inferred_sizes(
     sizes: tuple[int, ...], whole: int, what: str, whole_text: str
 ) -> tuple[int, ...]:
-    """Return ``sizes`` with a -1 replaced so that the product is ``whole``; or raise."""
+    """Return ``sizes`` with -1 replaced for the product ``whole``; or raise."""
     if -1 not in sizes:
         return sizes
     known = -math.prod(sizes)
@@ -129,10 +127,10 @@ def inferred_sizes(
 
 
 def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return an array, not 0-dim, of distinct ranks below ``world_size`` (None: any), or raise."""
+    """Return an array of distinct ranks below ``world_size`` (None: any); or raise."""
     try:
         array = np.asarray(ranks)
-    except ValueError as error:  # rows of different lengths
+    except ValueError as error:  # The rows have different lengths.
         raise MeshError(
             "the ranks of a mesh do not form a grid",
             expected="rows of equal length",
@@ -140,24 +138,24 @@ def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, 
         ) from error
     except (TypeError, RuntimeError) as error:
         raise KindError(
-            "the ranks of a mesh are an array of whole numbers on the CPU",
+            "the ranks of a mesh must be an array of integers on the CPU",
             found=f"{type(ranks).__name__}: {error}",
         ) from error
     if array.ndim == 0:
         raise (MeshError if array.dtype.kind in "iu" else KindError)(
-            "the ranks of a mesh have at least one dim",
+            "the ranks of a mesh must have at least one dim",
             expected="an array such as [0, 1, 2, 3] or [[0, 1], [2, 3]]",
             found=str(array),
         )
     if array.size == 0:
         raise MeshError(
-            "a mesh has at least one rank",
+            "a mesh must have at least one rank",
             expected="sizes of 1 or more",
             found=f"an array of shape {array.shape}",
         )
     if array.dtype.kind not in "iu":
         raise KindError(
-            "the ranks of a mesh are whole numbers",
+            "the ranks of a mesh must be integers",
             expected="integers",
             found=f"an array of {array.dtype}",
         )
@@ -165,12 +163,12 @@ def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, 
     if array.min() < 0:
         raise MeshError(
             f"rank {array.min()} cannot be in a mesh",
-            expected="global ranks, from 0 on",
+            expected="global ranks of 0 or more",
             found=f"{array.min()} at coordinate {_where_is(array, array.min())}",
         )
     if world_size is not None and array.max() >= world_size:
         raise MeshError(
-            f"the mesh names rank {array.max()}, which the world lacks",
+            f"the mesh names rank {array.max()}, which does not exist in the world",
             expected=f"ranks from 0 to {world_size - 1}",
             found=f"{array.max()} at coordinate {_where_is(array, array.max())}",
             fix=f"start {array.max() + 1} ranks, or use fewer",
@@ -193,12 +191,11 @@ def _where_is(array: np.ndarray[Any, Any], rank: int) -> tuple[int, ...]:
 
 
 def num_ranks_text(count: int) -> str:
-    """Return a count with its noun: ``"1 rank"``, ``"4 ranks"``."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def no_axis(axis: str, names: Sequence[str], where: str) -> AxisError:
-    """Return the error of a mesh without an axis of this name, which suggests a similar name.
+    """Return the error for a missing axis, which suggests a similar name.
 
     Example:
         >>> no_axis("modle", ("data", "model"), "mesh (data=2, model=4)").fix

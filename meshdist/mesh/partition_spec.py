@@ -1,4 +1,4 @@
-"""``PartitionSpec``, by its short name ``P``: which mesh axes cut which dim, as in JAX."""
+"""Provide ``PartitionSpec`` (``P``): the mesh axes that cut each dim, as in JAX."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from ..errors import AxisError, KindError
 __all__ = ["P", "PartitionSpec"]
 
 Entry = str | tuple[str, ...] | None
-"""One dim's axes: none, one, or several, major to minor."""
+"""A dim's axes, major to minor: None, a name, or several names."""
 
 
 class PartitionSpec:
-    """Which mesh axes cut which dim of an array; immutable and hashable, tied to no mesh.
+    """The mesh axes that cut each dim of an array; immutable and hashable, without a mesh.
 
     Args:
-        *partitions: one entry per dim: None for a dim that is not cut, the name of an axis, or a
-            tuple of names, major to minor. ``("a",)`` is ``"a"``, and ``()`` is None. Dims beyond
-            the last entry are not cut.
-        unreduced: a set of the axes along which each rank holds a summand of the value.
-        reduced: a set of the axes along which ranks hold equal values, and the gradient is
-            unreduced.
+        *partitions: one entry per dim: None for an uncut dim, an axis name, or a tuple of names,
+            major to minor. ``("a",)`` is ``"a"``, and ``()`` is None. Dims beyond the last entry
+            are not cut.
+        unreduced: the axes along which each rank holds a partial sum of the value.
+        reduced: the axes along which ranks hold equal values, and the gradient is unreduced.
 
     Raises:
-        KindError: an entry or a set that is something else.
-        AxisError: an axis under two of dims, ``unreduced`` and ``reduced``.
+        KindError: another type of entry or set.
+        AxisError: an axis named twice, by dims, ``unreduced`` or ``reduced``.
 
     Example:
         >>> P("dp", None, ("ep", "tp"))
@@ -63,10 +62,10 @@ class PartitionSpec:
             if both:
                 raise AxisError(
                     f"PartitionSpec: {first} and {second} cannot share an axis",
-                    expected="each axis in one place at most",
+                    expected="each axis at most once",
                     found=f"partitions {entries}, "
                     + ", ".join(f"{kind}={_set_text(axes)}" for kind, axes in kinds.items()),
-                    fix=f"leave {min(both)!r} in one of them",
+                    fix=f"leave {min(both)!r} in only one of them",
                 )
         fields = (entries, kinds["unreduced"], kinds["reduced"])
         for name, value in zip(
@@ -80,8 +79,8 @@ class PartitionSpec:
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             explain(
-                f"a PartitionSpec never changes: its attribute {name!r} cannot be set or deleted",
-                fix="spec.update(...) returns another",
+                f"a PartitionSpec is immutable: its attribute {name!r} cannot be set or deleted",
+                fix="call spec.update(...), which returns a new spec",
             )
         )
 
@@ -170,7 +169,7 @@ class PartitionSpec:
         unreduced: frozenset[str] | set[str] | None = None,
         reduced: frozenset[str] | set[str] | None = None,
     ) -> PartitionSpec:
-        """Return a spec with some of the three replaced; None keeps what is there.
+        """Return a spec with some of the three replaced; None keeps a value.
 
         Example:
             >>> P("dp", unreduced={"tp"}).update(unreduced=set())
@@ -185,7 +184,7 @@ class PartitionSpec:
     def _check_plain(self, use: str, instead: str) -> None:
         if self.unreduced or self.reduced:
             raise KindError(
-                f"{use} would lose what is unreduced or reduced in it",
+                f"{use} would lose the spec's unreduced or reduced axes",
                 found=repr(self),
                 fix=f"write {instead}",
             )
@@ -215,14 +214,14 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 
 
 def fix_of_entries(ndim: int) -> str:
-    """Return the fix of an error on a spec with more entries than an array has dimensions."""
+    """Return the fix for a spec with too many entries."""
     if not ndim:
         return "write P() for a scalar"
     return f"write at most {ndim} entr{'y' if ndim == 1 else 'ies'}; or add a dimension: x[None]"
 
 
 def _entry(value: Any) -> Entry:
-    """Return a dim's entry in normal form (None, a name, a tuple of names); else raise."""
+    """Return a dim's entry as None, a name, or a tuple of names; else raise."""
     if value is None or isinstance(value, str):
         return value or None
     if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):

@@ -1,13 +1,13 @@
-"""Patterns: how arrays lie on a mesh, as text; parsed, printed, and refused with a caret.
+"""Parse and print patterns, which describe shardings as text.
 
     pattern := side ["->" side]                   several operands: side "," side "->" side
     side    := (dim | group | "..." | "1")* ["{" kind ":" axis ("," axis)* (";" kind ":" ...)* "}"]
     dim     := name ["@" (axis | "(" axis ("," axis)* ")")]      group := "(" dim+ ")" ["@" ...]
     kind    := "U" | "R"
 
-No space stands around ``@``. Of a group only the first dim can be cut, so that every part is
-contiguous: ``(h k)@tp`` and ``(h@tp k)`` are the same. Within a side each dim, and each axis,
-stands once. Nothing here knows meshes or shapes: see ``pattern_sizes``.
+No space surrounds ``@``. Only a group's first dim can be cut, so that parts are contiguous: ``(h
+k)@tp`` equals ``(h@tp k)``. A side names each dim and each axis once. ``pattern_sizes`` adds meshes
+and shapes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _AXIS = "the name of a mesh axis"
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim of an array, as a side of a pattern names it.
+    """A dim of an array in a pattern.
 
     Args:
-        names: its name, or a group's names, major to minor; ("...",) stands for any number of
-            dims, and ("1",) for a dim of size 1.
-        axes: the mesh axes that cut it, major to minor; of a group they cut the first name.
-        column: where it begins in the text, from 0.
+        names: its name, or a group's names, major to minor; ("...",) means any number of dims, and
+            ("1",) a dim of size 1.
+        axes: the mesh axes that cut it, or a group's first name, major to minor.
+        column: its start in the text, from 0.
     """
 
     names: tuple[str, ...]
@@ -44,12 +44,12 @@ class Dim:
 
     @property
     def is_rest(self) -> bool:
-        """Return whether it is "...", which stands for any number of dims that are not cut."""
+        """Return whether it is "..."."""
         return self.names == ("...",)
 
     @property
     def is_one(self) -> bool:
-        """Return whether it is "1", a dim of size 1 without a name."""
+        """Return whether it is "1"."""
         return self.names == ("1",)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class PatternSide:
-    """An array in a pattern: its dims, and the axes over which it is unreduced or reduced."""
+    """An array in a pattern."""
 
     dims: tuple[Dim, ...]
     unreduced: tuple[str, ...] = ()
@@ -69,13 +69,13 @@ class PatternSide:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that the side names: those that cut dims, then unreduced, then reduced."""
+        """The axes that cut dims, then the unreduced axes, then the reduced axes."""
         cut = tuple(axis for dim in self.dims for axis in dim.axes)
         return (*cut, *self.unreduced, *self.reduced)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all dims in order, with "..." and without "1"."""
+        """All dims' names in order, with "..." and without "1"."""
         return tuple(name for dim in self.dims if not dim.is_one for name in dim.names)
 
     def __str__(self) -> str:
@@ -85,13 +85,12 @@ class PatternSide:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern; its ``str`` is a pattern that parses to an equal ``Pattern``.
+    """A parsed pattern; its ``str`` parses to an equal ``Pattern``.
 
     Args:
-        operands: the arrays before "->", or all of the pattern where it has none.
-        result: the array after "->"; None where there is none.
-        text: as it was written.
-        commas: where operands are parted in the text, from 0.
+        operands: the arrays before "->", or all arrays.
+        result: the array after "->", or None.
+        commas: the columns of commas between operands.
 
     Example:
         >>> parse("b@(dp) (h@tp k)->(h k) b@dp{R:tp}")
@@ -117,28 +116,27 @@ class Pattern:
         raise column_error(
             self.text,
             self.commas[0],
-            expected="one array: a comma outside of brackets parts operands",
+            expected="one array (a comma outside of brackets separates operands)",
             found=f"{len(self.operands)} operands",
             fix=self.find_missing_brackets(),
         )
 
     def find_missing_brackets(self) -> str | None:
-        """Return the fix if the first comma likely lacks brackets, as in "b@dp,tp d", else None."""
+        """Return the fix if the first comma likely lacks brackets, as in "b@dp,tp d"."""
         return _missing_brackets(self.operands[0].dims[-1:], self.operands[1].dims[:1])
 
 
 def _missing_brackets(before: Sequence[Dim], behind: Sequence[Dim]) -> str | None:
-    """Return the fix if a comma between these dims likely lacks brackets, else None."""
     if not (before and behind and before[-1].axes and not behind[0].axes):
         return None
     if len(behind[0].names) > 1:
         return None
     meant = Dim(before[-1].names, (*before[-1].axes, *behind[0].names))
-    return f"write {meant} where several axes cut one dim"
+    return f"write {meant} to cut one dim over several axes"
 
 
 def cut_text(dim: str, axes: Sequence[str]) -> str:
-    """Return the text of a dim, which is a name or a size, with the axes that cut it.
+    """Return a dim's name or size with its axes.
 
     Example:
         >>> cut_text("s", ()), cut_text("s", ("dp",)), cut_text("8", ("dp", "tp"))
@@ -149,7 +147,7 @@ def cut_text(dim: str, axes: Sequence[str]) -> str:
 
 
 def _kinds_text(unreduced: Sequence[str], reduced: Sequence[str]) -> str:
-    """Return the text of the unreduced and reduced axes: ``{U:tp; R:cp}``; "" for none."""
+    """Return unreduced and reduced axes as ``{U:tp; R:cp}``; "" for none."""
     kinds = [
         f"{kind}:{','.join(axes)}"
         for kind, axes in zip(_KINDS, (unreduced, reduced), strict=True)
@@ -159,7 +157,7 @@ def _kinds_text(unreduced: Sequence[str], reduced: Sequence[str]) -> str:
 
 
 def parse(text: str) -> Pattern:
-    """Return the pattern of a text, or raise PatternError with the column where it is wrong.
+    """Parse a pattern; raise PatternError with the column if invalid.
 
     Example:
         >>> parse("... d@tp {U:dp; R:cp}").operands[0].unreduced
@@ -167,12 +165,12 @@ def parse(text: str) -> Pattern:
     """
     if not isinstance(text, str):
         raise KindError(
-            "a pattern is a string",
+            "a pattern must be a string",
             expected='such as "b@dp s d@tp"',
             found=f"{text!r}, a {type(text).__name__}",
-            fix="a spec goes into a sharding, which takes a pattern's place: sharding = "
-            f"md.NamedSharding(mesh, {text!r}); then md.shard(whole, sharding), "
-            "md.unshard(x, sharding), md.reshard(x, sharding, other_sharding)"
+            fix="pass a sharding that has the spec: sharding = "
+            f"md.NamedSharding(mesh, {text!r}); then call md.shard(x, sharding), "
+            "md.unshard(x, sharding) or md.reshard(x, sharding, other_sharding)"
             if isinstance(text, PartitionSpec)
             else None,
         )
@@ -191,9 +189,9 @@ def column_error(
     expected: str,
     found: str,
     fix: str | None = None,
-    summary: str = "this is no pattern",
+    summary: str = "invalid pattern",
 ) -> PatternError:
-    """Return the error whose caret stands under ``column`` (from 0) of ``text``."""
+    """Return an error with a caret under ``column`` of ``text``."""
     shown = "".join(char if char.isprintable() else " " for char in text)
     error = PatternError(
         f"{summary}: column {column + 1} of {text!r}",
@@ -208,7 +206,7 @@ def column_error(
 
 @dataclass(frozen=True)
 class _Token:
-    kind: str  # "name", "number", a sign itself, or "end"
+    kind: str  # "name", "number", the sign itself, or "end"
     text: str
     start: int
     stop: int
@@ -219,7 +217,7 @@ class _Token:
 
 
 class _PatternReader:
-    """A parser of a pattern's text, from left to right."""
+    """A left-to-right parser of a pattern."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -259,7 +257,7 @@ class _PatternReader:
         return Pattern(tuple(operands), result, self.text, tuple(commas))
 
     def side(self) -> PatternSide:
-        """Read and return an array: its dims, then its kinds in braces if there are any."""
+        """Read and return an array: dims, then kinds in braces."""
         dims: list[Dim] = []
         names: set[str] = set()
         axes: set[str] = set()
@@ -325,7 +323,7 @@ class _PatternReader:
         return found["U"], found["R"]
 
     def axes_after_at(self, axes: set[str]) -> tuple[str, ...]:
-        """Read "@" and the axes behind it, and return the axes; () where no "@" is next."""
+        """Read "@" and axes, and return the axes; () without "@"."""
         at = self.next
         if at.kind != "@":
             return ()

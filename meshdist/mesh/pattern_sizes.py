@@ -1,9 +1,8 @@
 """Find the spec of a pattern's side, and the sizes of its parts on arrays of a shape.
 
-A group of a pattern is one dim of the array that stands for several **parts**, the names in it;
-plain dims are parts of their own. A pattern with two sides moves parts: it cuts them, puts them in
-another order and groups them differently. Only the first part of a group is cut, so a shard splits
-into parts without a copy.
+A group is one dim of the array that consists of several **parts**; a plain dim is a single part. A
+pattern with two sides cuts, reorders and regroups parts. Only a group's first part is cut, so
+shards split into parts without a copy.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..error_text import first_texts
-from ..errors import PatternError, ShapeError
+from ..errors import KindError, PatternError, ShapeError
 from .layout import Layout
 from .layout_arguments import no_axis
 from .partition_spec import Entry, PartitionSpec
@@ -29,12 +28,12 @@ from .placement import DimSplit, Placement, shape_of, split_dim
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an array's dims, as a side of a pattern names them.
+    """The parts of an array's dims.
 
     Args:
-        names: the name of each part in order; the dims of "..." are "...0", "...1".
-        counts: the number of parts of each dim of the array: 0 for "1", 1 for a plain dim.
-        placement: of the parts, as dims of their own.
+        names: in order; the dims of "..." are "...0", "...1".
+        counts: the number of parts per dim of the array: 0 for "1", 1 for a plain dim.
+        placement: of the array with a dim per part.
     """
 
     names: tuple[str, ...]
@@ -43,28 +42,27 @@ class Parts:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The whole size of each part."""
+        """The global size of each part."""
         return self.placement.shape
 
     @property
     def by_name(self) -> dict[str, int]:
-        """The whole size of each part, by its name."""
+        """The global size of each part, by name."""
         return dict(zip(self.names, self.sizes, strict=True))
 
     @cached_property
     def dims(self) -> tuple[DimSplit, ...]:
-        """The dims of the array: each is cut as its first part is."""
+        """The array's dims, each cut as its first part."""
         rest = iter(self.placement.dims)
         return tuple([_joined([next(rest) for _ in range(count)]) for count in self.counts])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
         return tuple([dim.size for dim in self.dims])
 
 
 def _joined(parts: Sequence[DimSplit]) -> DimSplit:
-    """Return the dim that several parts make up, of which the first may be cut."""
+    """Return the dim of these parts; the first may be cut."""
     if not parts:
         return split_dim(1, (), ())
     first, inner = parts[0], math.prod([part.size for part in parts[1:]])
@@ -81,28 +79,28 @@ def spec_of(
     ndim: int,
     known_axes: Collection[str] = (),
 ) -> PartitionSpec:
-    """Return the spec of one side of a pattern for an array of ``ndim`` dims.
+    """Return a side's spec for an array of ``ndim`` dims.
 
     Args:
-        layout: has the axes; None checks none.
-        known_axes: names that no whole dim may have, where there is no layout.
+        layout: None skips the check of axis names.
+        known_axes: names that no whole dim may have if there is no layout.
     """
     entries: list[Entry] = []
     cutting = {axis for dim in side.dims for axis in dim.axes}
     axes = set(known_axes if layout is None else layout.names or ()) - cutting
-    # A pattern with "->" names each dim on both sides, which tells a dim from an axis.
+    # With "->", a dim has the same name on both sides, so the name cannot be a misplaced axis.
     for dim in side.dims if pattern.result is None else ():
         name = next((name for name in dim.names if name in axes), None)
         if name is not None and not dim.axes:
             raise column_error(
                 pattern.text,
                 dim.column,
-                expected="names of dims that are not names of mesh axes",
+                expected="dim names that are not names of mesh axes",
                 found=f"{name!r}, an axis of the mesh, as the name of a dim that no axis cuts",
-                fix=f'where {name!r} cuts the dim, write "f@{name}"; to annotate that ranks along '
-                f"it hold their own values, md.annotate(x, varying={name!r}); else name the dim "
-                "otherwise",
-                summary="this pattern names a whole dim as an axis",
+                fix=f'if axis {name!r} cuts the dim, write "f@{name}"; if ranks along the axis '
+                f"hold different values, call md.annotate(x, varying={name!r}); otherwise rename "
+                "the dim",
+                summary="this pattern gives an uncut dim the name of an axis",
             )
     for dim in _dims_of_array(pattern, side, ndim):
         for axis in dim.axes:
@@ -119,7 +117,7 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
     if layout is None or axis in (layout.names or ()):
         return
     if layout.names is None:
-        layout.axis_index(axis)  # raises
+        layout.axis_index(axis)  # Raises.
     found = re.compile(rf"[@,:]\s*\(?\s*({re.escape(axis)})\b").search(pattern.text, start)
     column = start if found is None else found.start(1)
     where = f"mesh ({layout.axis_text()}); column {column + 1} of {pattern.text!r}"
@@ -127,17 +125,17 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
 
 
 def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
-    """Return the fix of a side whose number of dims is not ``ndim``; None if it has ``...``."""
+    """Return the fix of a side without ``ndim`` dims; None if it has ``...``."""
     if any(dim.is_rest for dim in side.dims):
         return None
     name = " ".join(side.names)
     if len(side.dims) == 1 and len(name) == ndim and name.isalpha():
-        return f"dims stand apart, unlike torch.einsum's: {' '.join(name)}"
-    return 'name each dim, or write "..." for those that are not cut'
+        return f"separate dims by spaces, unlike in torch.einsum: {' '.join(name)}"
+    return 'name each dim, or write "..." for dims that are not cut'
 
 
 def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
-    """Return the dims of ``side``, "..." replaced by as many dims as fit ``ndim``; or raise."""
+    """Return the side's dims, "..." replaced by as many as fit ``ndim``; or raise."""
     rest = [place for place, dim in enumerate(side.dims) if dim.is_rest]
     missing = ndim - len(side.dims) + len(rest)
     if missing < 0 or (missing and not rest):
@@ -164,7 +162,7 @@ _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Sizing:
-    """A search for the sizes of one side's parts, from shapes and from sizes by name."""
+    """A search for part sizes of a side, from shapes and sizes by name."""
 
     def __init__(
         self,
@@ -176,7 +174,9 @@ class Sizing:
         shape: tuple[int, ...] | None = None,
         local_shape: tuple[int, ...] | None = None,
         rank: int | None = None,
+        as_keywords: bool = True,
     ) -> None:
+        self._given, self._as_keywords = sizes, as_keywords
         self.pattern, self.side, self.layout, self.rank = pattern, side, layout, rank
         self.local_shape, self.shape = local_shape, shape
         self.sizes = dict(sizes)
@@ -185,23 +185,23 @@ class Sizing:
         if given is None:
             if any(dim.is_rest for dim in side.dims):
                 raise ShapeError(
-                    'the sizes of the dims that "..." stands for are not known',
+                    'the sizes of the dims that "..." stands for are unknown',
                     where=self.where,
-                    fix="give the shape of the whole array: shape=(...)",
+                    fix="pass the global shape: shape=(...)",
                 )
             given = (0,) * len(side.dims)
         self.spec = spec_of(pattern, side, layout, len(given))
         self.dims = _dims_of_array(pattern, side, len(given))
         if local_shape is not None and len(local_shape) != len(given):
             raise ShapeError(
-                f"the shard has {len(local_shape)} dims, the whole array {len(given)}",
+                f"the shard has {len(local_shape)} dims, the global array {len(given)}",
                 where=self.where,
-                found=f"shard {local_shape}, whole {shape}",
+                found=f"shard shape {local_shape}, global shape {shape}",
             )
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
     def parts(self, *, needs_parts: bool = True) -> Parts:
-        """Return the parts; without ``needs_parts`` a group of unknown sizes is one part."""
+        """Return the parts; without ``needs_parts`` a group of unknown sizes is a single part."""
         layout = self.layout
         names: list[str] = []
         counts: list[int] = []
@@ -233,7 +233,7 @@ class Sizing:
         return parts
 
     def _whole_size(self, place: int, dim: Dim, cut: _Cut) -> int:
-        """Return the whole size of dim number ``place``; store the size of a part that follows."""
+        """Return the global size of a dim; store a part's size that follows."""
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
         if dim.is_one:
@@ -249,7 +249,7 @@ class Sizing:
         if len(unknown) == 1:
             if known == 0 or whole % known:
                 raise ShapeError(
-                    f"dim {place} of size {whole} is not made of whole {dim}",
+                    f"dim {place} of size {whole} cannot be split into {dim}",
                     where=self.where,
                     expected=f"a multiple of {known}",
                     found=str(whole),
@@ -257,7 +257,8 @@ class Sizing:
             self.sizes[unknown[0]] = whole // known
         elif not unknown and whole != known:
             raise ShapeError(
-                f"dim {place} has size {whole}, the pattern and the sizes given make it {known}",
+                f"dim {place} has size {whole}, but the pattern and the given sizes make it "
+                f"{known}",
                 where=self.where,
                 expected="a dim of size 1, as it has no name"
                 if dim.is_one
@@ -269,11 +270,11 @@ class Sizing:
     def _from_local(
         self, local: int, dim: Dim, cut: _Cut, unknown: Sequence[str], known: int
     ) -> int:
-        """Return the whole size of ``dim`` by ``local``, the size of this rank's shard.
+        """Return the global size of ``dim`` from its size in this rank's shard.
 
         Args:
-            unknown: the names of parts of unknown size.
-            known: the product of all other parts' sizes.
+            unknown: the parts of unknown size.
+            known: the product of the known parts' sizes.
         """
         first, num_shards = self.sizes.get(dim.names[0]), math.prod(cut[1])
         if num_shards > 1 and len(unknown) == 1 and first and self.coordinate is not None:
@@ -294,9 +295,9 @@ class Sizing:
             at for at, pair in enumerate(zip(local, expected, strict=True)) if len({*pair}) > 1
         )
         whole = tuple([dim.size for dim in dims])
-        # No size is proposed: this rank's part says nothing about the others'.
+        # The fix proposes no size, because this rank cannot know the other ranks' sizes.
         dim, split, cut = self.dims[wrong], dims[wrong], ""
-        fix = "give this rank its part of the whole"
+        fix = "pass this rank's shard of the global array"
         if split.num_cells > 1:
             parts = [str(stop - start) for start, stop in pairwise(split.boundaries)]
             cut = f", whose dim {wrong} is cut into {first_texts(parts, ', ')}, larger parts first"
@@ -304,17 +305,19 @@ class Sizing:
             fix += ": md.shard(x, ...)"
         else:
             if self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
-                fix = f"give the size of the whole dim, on every rank: {dim.names[0]}=..."
+                fix = f"pass the global size of the dim on every rank: {self._argument(dim.names)}"
                 fix += ", the sum of all parts" if cut else ""
             if cut and len(self.pattern.operands) == 1:
                 fix += (
-                    "; other parts by a sharding in place of the pattern: md.NamedSharding(mesh, "
+                    "; for other parts, pass a sharding instead of the pattern: "
+                    "md.NamedSharding(mesh, "
                     f"{self.spec!r}, shard_sizes={{{wrong}: sizes}})"
                 )
         raise ShapeError(
-            f"rank {self.rank} holds no shard of the whole: dim {wrong} has size {local[wrong]}",
+            f"rank {self.rank} holds no shard of the global array: dim {wrong} has size "
+            f"{local[wrong]}",
             where=f"rank {self.rank} ({self.layout.coordinate_text(self.rank or 0)}); {self.where}",
-            expected=f"a shard of shape {expected}, of a whole of shape {whole}{cut}",
+            expected=f"a shard of shape {expected} of a global array of shape {whole}{cut}",
             found=f"a shard of shape {local}",
             fix=fix,
         )
@@ -322,25 +325,32 @@ class Sizing:
     def _fail_unknown(self, place: int, dim: Dim, whole: int | None) -> NoReturn:
         missing = [name for name in dim.names if name not in self.sizes]
         raise ShapeError(
-            f"the sizes of {', '.join(map(repr, missing))} are not known",
+            f"the sizes of {', '.join(map(repr, missing))} are unknown",
             where=self.where,
             expected=f"sizes for all but one of the dims of {dim}"
             if len(dim.names) > 1 and whole is not None
-            else f"the whole size of {dim}",
+            else f"the global size of {dim}",
             found=f"dim {place} of size {whole}" if whole is not None else None,
-            fix=f"give {', '.join(f'{name}=...' for name in missing)}",
+            fix=f"pass {self._argument(missing)}",
         )
+
+    def _argument(self, names: Sequence[str]) -> str:
+        """Return how the calling function takes the sizes of ``names``."""
+        if self._as_keywords:
+            return ", ".join(f"{name}=..." for name in names)
+        sizes = {**self._given, **dict.fromkeys(names, "...")}
+        return f"sizes={{{', '.join(f'{name!r}: {size}' for name, size in sizes.items())}}}"
 
 
 def parse_side(text: str) -> tuple[Pattern, PatternSide]:
-    """Return the parsed pattern and its only side; raise if it has "->" or a comma."""
+    """Return the pattern and its only side; raise if it has "->" or a comma."""
     pattern = parse(text)
     side = pattern.get_operand()
     if pattern.result is not None:
         raise column_error(
             text,
             text.index("->"),
-            expected="one array: how it lies",
+            expected="one side: the sharding of one array",
             found="two, before and after '->'",
             summary="this pattern has two sides",
         )
@@ -348,14 +358,14 @@ def parse_side(text: str) -> tuple[Pattern, PatternSide]:
 
 
 def parse_sides(text: str) -> tuple[Pattern, PatternSide, PatternSide]:
-    """Return the parsed pattern and its sides; raise unless they are two, with the same dims."""
+    """Return the pattern and its sides; raise unless they are two with equal dims."""
     pattern = parse(text)
     left, right = pattern.get_operand(), pattern.result
     if right is None:
         raise column_error(
             text,
             len(text),
-            expected='"->" and how the array shall lie',
+            expected='"->" and the sharding of the result',
             found="the end",
             summary="this pattern has one side",
         )
@@ -375,7 +385,7 @@ def parse_sides(text: str) -> tuple[Pattern, PatternSide, PatternSide]:
 
 
 def shape_of_side(side: PatternSide, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of ``side`` by the sizes of all parts, also of "...0", "...1"."""
+    """Return a side's shape from all parts' sizes, also of "...0", "...1"."""
     rest = [size for name, size in sizes.items() if name.startswith("...")]
     shape: list[int] = []
     for dim in side.dims:
@@ -385,13 +395,20 @@ def shape_of_side(side: PatternSide, sizes: Mapping[str, int]) -> tuple[int, ...
 
 
 def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return ``sizes`` by dim name, as ints; raise for a name not in the pattern, or no size."""
+    """Return ``sizes`` as ints; raise for an unknown name or an invalid size."""
     sides = [*pattern.operands, *([] if pattern.result is None else [pattern.result])]
     names = list(dict.fromkeys(name for side in sides for name in side.names if name != "..."))
     checked = {}
+    if not isinstance(sizes, Mapping):
+        raise KindError(
+            "sizes must be a dict of sizes by dim name",
+            where=f"pattern {pattern.text!r}",
+            found=f"{sizes!r}, a {type(sizes).__name__}",
+            fix="pass for example sizes={'d': 8}",
+        )
     for name, size in sizes.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+            near = difflib.get_close_matches(str(name), names, n=1)
             raise PatternError(
                 f"a size is given for {name!r}, which the pattern does not name",
                 where=f"pattern {pattern.text!r}",
@@ -400,7 +417,7 @@ def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
                 fix=f"did you mean {near[0]!r}?" if near else None,
             )
         where = f"pattern {pattern.text!r}"
-        checked[name] = get_whole_number(size, f"the size of dim {name!r}", where=where)
+        checked[name] = get_integer(size, f"the size of dim {name!r}", where=where)
         if checked[name] < 0:
             raise ShapeError(f"dim {name!r} cannot have size {size}", where=where)
     return checked

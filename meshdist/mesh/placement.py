@@ -1,11 +1,10 @@
-"""How the dims of an array are cut over mesh axes: integers alone, all that plans read.
+"""Describe how mesh axes cut the dims of an array, as integers.
 
-A ``DimSplit`` cuts a dim into cells, one cell for each combination of coordinates along its axes;
-the first axis is the major axis. A ``Placement`` is one ``DimSplit`` per dim of a whole array, and
-says along which axes ranks hold summands. Axes are indices into the sizes of a mesh: nothing here
-knows names, ranks or tensors. Both are keys of caches, so hashes are kept and comparing is cheap.
+A ``DimSplit`` cuts a dim into a cell for each combination of coordinates along its axes, major to
+minor. A ``Placement`` holds a ``DimSplit`` per dim of a global array, and the axes along which
+ranks hold partial sums. Axes are indices into a mesh's sizes.
 
-Drawn case: a dim of size 10 is cut along axis 0, of size 2, then along axis 1, of size 3.
+Worked example: a dim of size 10 is cut along axis 0, of size 2, then along axis 1, of size 3.
 
     element     0   1   2   3   4   5   6   7   8   9
     axis 0    |---------- 0 ------|---------- 1 ------|      10 = 5 + 5
@@ -44,13 +43,13 @@ import numpy as np
 Box = tuple[tuple[int, int], ...]
 """(start, stop) per dim, in the whole array."""
 
-# Up to so many cells plain Python lists them faster than NumPy does.
+# For few cells, plain Python is faster than NumPy.
 _FEW_CELLS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class _CacheKey:
-    """Base of dataclasses used as cache keys: computes the hash once, compares identity first."""
+    """Base of cache keys: computes the hash once, compares identity first."""
 
     def _keep_key(self, *key: Any) -> None:
         vars(self).update(_key=key, _hash=hash(key))
@@ -65,7 +64,7 @@ class _CacheKey:
     def __hash__(self) -> int:
         return int(vars(self)["_hash"])
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without the hash, which is this process's own
+    def __reduce__(self) -> tuple[Any, ...]:  # Another process has other hashes.
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
 
@@ -74,10 +73,9 @@ class DimSplit(_CacheKey):
     """A dim of known size, cut into cells along axes of the mesh.
 
     Args:
-        axes: indices of the mesh's axes, major to minor; () where the dim is whole on every rank.
-        cell_sizes: the size of each cell in linear order, the last axis the fastest; None for a
-            balanced split: cut axis after axis, the major axis first, each time into parts whose
-            sizes differ by at most 1, larger parts first, empty parts allowed.
+        axes: indices of the mesh's axes, major to minor; () for an uncut dim.
+        cell_sizes: the size of each cell, the last axis the fastest. None cuts axis after axis into
+            balanced parts: sizes differ by at most 1, larger parts first, empty parts allowed.
 
     Example:
         >>> DimSplit(10, (0, 1), (2, 2)).boundaries
@@ -95,12 +93,12 @@ class DimSplit(_CacheKey):
         if self.cell_sizes is not None:
             balanced = balanced_boundaries(self.size, self.axis_sizes)
             if tuple(accumulate(self.cell_sizes, initial=0)) == tuple(balanced):
-                vars(self)["cell_sizes"] = None  # so that equal splits are equal keys
+                vars(self)["cell_sizes"] = None  # Equal splits must be equal keys.
         self._keep_key(self.size, self.axes, self.axis_sizes, self.cell_sizes)
 
     @cached_property
     def num_cells(self) -> int:
-        """The number of cells: 1 where the dim is whole."""
+        """The number of cells: 1 for an uncut dim."""
         return math.prod(self.axis_sizes)
 
     @cached_property
@@ -110,14 +108,14 @@ class DimSplit(_CacheKey):
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """The starts of all cells in linear order, and the size of the dim."""
+        """The starts of all cells, and the size of the dim."""
         if self.cell_sizes is not None:
             return tuple(accumulate(self.cell_sizes, initial=0))
         return tuple(balanced_boundaries(self.size, self.axis_sizes))
 
     @cached_property
     def boundary_array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The ``boundaries`` as a read-only array, quick where there are thousands of cells."""
+        """The ``boundaries`` as a read-only array, fast for many cells."""
         if self.cell_sizes is None and self.num_cells > _FEW_CELLS:
             array = _balanced_array(self.size, self.axis_sizes)
         else:
@@ -126,14 +124,14 @@ class DimSplit(_CacheKey):
         return array
 
     def cell_at(self, coordinate: Sequence[int]) -> int:
-        """Return the linear number of the cell at a coordinate of the mesh."""
+        """Return the linear index of the cell at a mesh coordinate."""
         cell = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
             cell = cell * size + coordinate[axis]
         return cell
 
     def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Return (start, stop) of the cell at a coordinate of the mesh."""
+        """Return (start, stop) of the cell at a mesh coordinate."""
         if self.cell_sizes is not None:
             cell = self.cell_at(coordinate)
             return self.boundaries[cell], self.boundaries[cell + 1]
@@ -153,12 +151,12 @@ def split_dim(
     axis_sizes: tuple[int, ...],
     cell_sizes: tuple[int, ...] | None = None,
 ) -> DimSplit:
-    """Return ``DimSplit`` of these arguments, the same object again while the cache has it."""
+    """Return a cached ``DimSplit`` of these arguments."""
     return DimSplit(size, axes, axis_sizes, cell_sizes)
 
 
 def balanced_boundaries(size: int, axis_sizes: tuple[int, ...]) -> Sequence[int]:
-    """Return the starts of the cells of a balanced split, and ``size``.
+    """Return the cell boundaries of a balanced split.
 
     Example:
         >>> list(balanced_boundaries(5, (2, 2)))
@@ -192,11 +190,11 @@ def _balanced_array(size: int, axis_sizes: tuple[int, ...]) -> np.ndarray[Any, n
 
 @dataclass(frozen=True, eq=False)
 class Placement(_CacheKey):
-    """An array of known shape on the coordinates of a mesh: the part or summand that each holds.
+    """The part or partial sum of an array of known shape at each coordinate of a mesh.
 
     Args:
-        unreduced: the axes along which each rank holds a summand, sorted.
-        reduced: the axes along which values are equal and the gradient is unreduced, sorted.
+        unreduced: axes along which each rank holds a partial sum, sorted.
+        reduced: axes along which values are equal and the gradient is unreduced, sorted.
 
     Example:
         >>> rows = Placement((2, 4), (10, 8), (DimSplit(10, (1,), (4,)), DimSplit(8)), (0,))
@@ -215,39 +213,38 @@ class Placement(_CacheKey):
 
     @cached_property
     def cut_axes(self) -> tuple[int, ...]:
-        """The axes that cut a dim, dim after dim, major to minor."""
+        """The axes that cut dims, in dim order, major to minor."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     @cached_property
     def free_axes(self) -> tuple[int, ...]:
-        """The axes that neither cut a dim nor are unreduced: ranks along them hold equal values."""
+        """The axes along which values are equal: they neither cut a dim nor are unreduced."""
         taken = {*self.cut_axes, *self.unreduced}
         return tuple(axis for axis in range(len(self.mesh_sizes)) if axis not in taken)
 
     def box(self, coordinate: Sequence[int]) -> Box:
-        """Return the part of the whole at ``coordinate``: (start, stop) per dim."""
+        """Return the part at ``coordinate``: (start, stop) per dim."""
         return tuple([dim.interval(coordinate) for dim in self.dims])
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the part at a coordinate of the mesh."""
         return shape_of(self.box(coordinate))
 
     def has_values(self, coordinate: Sequence[int]) -> bool:
-        """Return whether ``coordinate``'s rank takes an unreduced array's values; others zeros."""
+        """Return whether an unreduced array's values go to ``coordinate``'s rank, not zeros."""
         return not any(coordinate[axis] for axis in self.unreduced)
 
     def transposed(self) -> Placement:
-        """Return the placement of the cotangent: unreduced and reduced are exchanged."""
+        """Return the cotangent's placement: unreduced and reduced are exchanged."""
         return Placement(self.mesh_sizes, self.shape, self.dims, self.reduced, self.unreduced)
 
     def permuted(self, order: Sequence[int]) -> Placement:
-        """Return the placement with its dims in another order: dim i is dim ``order[i]`` here."""
+        """Return the placement with dim ``order[i]`` as dim i."""
         shape, dims = tuple(self.shape[i] for i in order), tuple(self.dims[i] for i in order)
         return Placement(self.mesh_sizes, shape, dims, self.unreduced, self.reduced)
 
 
 def place_along(axes: Sequence[int], mesh_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
-    """Return the number of a coordinate among those along some axes, the last axis the fastest.
+    """Return the linear index of a coordinate along axes, the last axis the fastest.
 
     Example:
         >>> place_along((0, 2), (2, 3, 4), (1, 0, 2))
@@ -280,7 +277,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def index_of(box: Box) -> tuple[slice, ...]:
-    """Return the index that takes an array's part in a box.
+    """Return the index of a box in an array.
 
     Example:
         >>> np.arange(6).reshape(2, 3)[index_of(((0, 2), (1, 2)))].tolist()
@@ -290,7 +287,7 @@ def index_of(box: Box) -> tuple[slice, ...]:
 
 
 def box_text(box: Box) -> str:
-    """Return a box as the text of a slice: ``[4:8, 0:4]``.
+    """Return a box as a slice: ``[4:8, 0:4]``.
 
     Example:
         >>> box_text(((4, 8), (0, 4))), box_text(())

@@ -1,4 +1,4 @@
-"""``NamedSharding``: a spec on a mesh, and what follows from it for arrays of a shape."""
+"""Provide ``NamedSharding``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ..arguments import find_whole_numbers, get_shape
+from ..arguments import find_integers, get_integer, get_shape
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout, get_layout
@@ -20,22 +20,21 @@ from .placement import Box, DimSplit, Placement, index_of, place_along, split_di
 
 __all__ = ["NamedSharding"]
 
-# Placements that one sharding keeps, by shape.
 _KEPT_PLACEMENTS = 256
 
 
 class NamedSharding:
-    """How arrays lie on a mesh: a mesh and a spec; immutable and hashable.
+    """The sharding of arrays: a mesh and a spec; immutable and hashable.
 
     Args:
         mesh: a ``DeviceMesh``, or a bare ``Layout``, which needs no processes.
-        spec: which axes cut which dim, and what lies along the others.
-        shard_sizes: for dims that are not cut into balanced parts, by dim: the size of the part at
-            each combination of coordinates along the dim's axes, the last axis the fastest.
+        spec: the axes that cut each dim, and the unreduced and reduced axes.
+        shard_sizes: for dims without balanced parts, by dim: the size of the part at each
+            combination of coordinates along the dim's axes, the last axis the fastest.
 
     Raises:
-        KindError: no mesh, no ``PartitionSpec``, sizes that are no whole numbers by dim.
-        AxisError: an axis that the mesh does not have, or one twice.
+        KindError: no mesh, no ``PartitionSpec``, sizes that are no integers by dim.
+        AxisError: an axis that the mesh does not have, or an axis twice.
         LengthError: not one size for each part.
         ShapeError: sizes for a dim that no axis cuts, or below 0.
 
@@ -101,18 +100,18 @@ class NamedSharding:
         Args:
             pattern: such as ``"b@dp (h k)@tp"``.
             mesh: a ``DeviceMesh`` or a ``Layout`` that has the axes.
-            shape: of the whole array; None takes each dim's size from ``sizes``, else the size of
+            shape: of the global array; None takes each dim's size from ``sizes``, else the size of
                 ``local_shape`` times the number of shards.
-            sizes: whole sizes of dims by name, also inside of groups.
-            local_shape: of the shard of ``rank``; it must fit the pattern and the other arguments.
+            sizes: global sizes of dims by name, also inside groups.
+            local_shape: of the shard of ``rank``; it must fit the other arguments.
 
         Returns:
             The sharding; its ``parts`` have the names and sizes of the dims. A group is cut along
-            its first dim, so that no shard has a fraction of a part.
+            its first dim, so that no part is split between shards.
 
         Raises:
             PatternError, AxisError, ShapeError: the pattern does not fit the mesh, the shape or the
-            sizes.
+                sizes.
 
         Example:
             >>> mesh = Layout.from_shape((4,), ("tp",))
@@ -125,18 +124,19 @@ class NamedSharding:
             parsed,
             side,
             mesh,
-            checked_sizes(parsed, sizes or {}),
+            checked_sizes(parsed, {} if sizes is None else sizes),
             shape=None if shape is None else get_shape(shape, "NamedSharding.from_pattern"),
-            local_shape=local_shape,
+            local_shape=None if local_shape is None else _sizes_of(local_shape, repr(pattern)),
             rank=rank,
             needs_parts=False,
+            as_keywords=False,
         )
 
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             explain(
-                f"a NamedSharding never changes: its attribute {name!r} cannot be set or deleted",
-                fix="make another: NamedSharding(mesh, spec)",
+                f"a NamedSharding is immutable: its attribute {name!r} cannot be set or deleted",
+                fix="create another: NamedSharding(mesh, spec)",
             )
         )
 
@@ -173,25 +173,14 @@ class NamedSharding:
     # ---------------------------------------------------------------- at a shape
 
     def placement(self, shape: Sequence[int]) -> Placement:
-        """Return how an array of this shape lies on the mesh's coordinates; kept by shape.
+        """Return the placement of an array of this shape, cached by shape.
 
         Raises:
             ShapeError: fewer dims than the spec has entries, or a dim whose size is not the sum of
                 its ``shard_sizes``.
             KindError: no shape.
         """
-        try:
-            sizes = find_whole_numbers(tuple(shape))
-        except TypeError:
-            sizes = None
-        if sizes is None:
-            raise KindError(
-                "the shape of an array has a whole number for each dim",
-                where=repr(self),
-                expected="for example (8, 16)",
-                found=repr(shape),
-            )
-        key = tuple(sizes)
+        key = _sizes_of(shape, self)
         found = self._placements.get(key)
         if found is None:
             found = self._new_placement(key)
@@ -201,12 +190,11 @@ class NamedSharding:
         return found
 
     def shard_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
-        """Return the shape of one rank's shard of an array of this shape.
+        """Return the shape of a rank's shard of an array of this shape.
 
         Args:
-            shape: of the whole array.
-            rank: whose; None takes this process's on a ``DeviceMesh``, and on a ``Layout`` the
-                shape that all ranks share.
+            shape: of the global array.
+            rank: None means this process on a ``DeviceMesh``, and any rank on a ``Layout``.
 
         Raises:
             ShapeError: the spec does not fit the shape, or no rank was given and shards differ.
@@ -218,7 +206,7 @@ class NamedSharding:
                 raise ShapeError(
                     f"shards of an array of shape {tuple(shape)} differ in shape",
                     where=repr(self),
-                    fix="say whose: shard_shape(shape, rank=0)",
+                    fix="pass a rank: shard_shape(shape, rank=0)",
                 )
             return placement.local_shape((0,) * self.layout.ndim)
         return placement.local_shape(
@@ -226,7 +214,7 @@ class NamedSharding:
         )
 
     def whole_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the whole's shape by a shard's; dims without given sizes count as even.
+        """Return the global shape for a shard's shape; dims without ``shard_sizes`` count as even.
 
         Example:
             >>> from meshdist import P
@@ -234,17 +222,17 @@ class NamedSharding:
             >>> rows.whole_shape((3, 5))
             (6, 5)
         """
-        # Entries of the spec beyond the array's dims are left to the placement, which refuses them.
+        # The placement rejects a spec with more entries than the array has dims.
         sizes, dims = self.layout.sizes, self._dims
         return tuple(
             sum(self.shard_sizes[dim])
             if dim in self.shard_sizes
             else size * math.prod([sizes[axis] for axis in dims[dim]] if dim < len(dims) else ())
-            for dim, size in enumerate(local_shape)
+            for dim, size in enumerate(_sizes_of(local_shape, self))
         )
 
     def box(self, rank: int, shape: Sequence[int]) -> Box:
-        """Return (start, stop) per dim: the part of an array of this shape that a rank holds.
+        """Return a rank's part of an array of this shape: (start, stop) per dim.
 
         Raises:
             ShapeError: the spec does not fit the shape.
@@ -272,8 +260,7 @@ class NamedSharding:
     def replica(self, rank: int) -> int:
         """Return which copy of its shard a rank holds: 0 for the copy that is saved.
 
-        Ranks whose shards are equal differ along the axes that neither cut a dim nor are
-        unreduced; their copies are counted in mesh order.
+        Copies are on ranks along the axes that neither cut a dim nor are unreduced, in mesh order.
 
         Raises:
             NotInGroupError: the mesh does not hold the rank.
@@ -282,8 +269,7 @@ class NamedSharding:
 
     @property
     def replicated_axes(self) -> frozenset[str]:
-        """The names of the axes that the spec does not mention: ranks along them are equal, and so
-        are their gradients."""
+        """The axes that the spec omits: along them, values and gradients are equal."""
         names = self.layout.names or ()
         return frozenset(names[axis] for axis in self._free if axis not in self._reduced)
 
@@ -294,26 +280,27 @@ class NamedSharding:
         return all(self.layout.sizes[axis] == 1 for axis in (*cut, *self._unreduced))
 
     def is_equivalent_to(self, other: NamedSharding, ndim: int) -> bool:
-        """Whether arrays of ``ndim`` dims lie equally: on each rank the same part, of equal kind.
+        """Return whether each rank holds the same part, of equal kind, of arrays of ``ndim`` dims.
 
-        Meshes may have other names or axes, and entries may be left out or name axes of size 1.
+        Meshes may differ in names and axes, and specs in omitted entries or axes of size 1.
 
         Raises:
-            ShapeError: fewer dims than one of the specs has entries.
+            ShapeError: fewer dims than a spec has entries.
             KindError: ``other`` is no ``NamedSharding``.
         """
         if not isinstance(other, NamedSharding):
             raise KindError(
-                "is_equivalent_to compares with another NamedSharding",
+                "is_equivalent_to takes a NamedSharding",
                 where=repr(self),
                 found=f"a {type(other).__name__}",
                 fix="NamedSharding(mesh, spec)",
             )
+        ndim = get_integer(ndim, "is_equivalent_to: ndim", 0)
         for sharding in (self, other):
             sharding._check_ndim((None,) * ndim)
         return self._arrangement(ndim) == other._arrangement(ndim)
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internals
 
     @cached_property
     def _free(self) -> tuple[int, ...]:
@@ -352,7 +339,7 @@ class NamedSharding:
         return Placement(sizes, shape, tuple(dims), self._unreduced, self._reduced)
 
     def _arrangement(self, ndim: int) -> tuple[object, ...]:
-        """Return a key that equivalent shardings share, whatever the names of their meshes."""
+        """Return a key that equivalent shardings share."""
         layout = self.layout
         dims = (*self._dims, *((),) * (ndim - len(self._dims)))
         cuts = tuple(
@@ -361,7 +348,7 @@ class NamedSharding:
         sizes = tuple(self.shard_sizes.get(dim) for dim in range(ndim))
         cut = [axis for axes in dims for axis in axes]
         others = [axis for axis in range(layout.ndim) if axis not in cut]
-        # Cell after cell, the ranks that hold equal values, then those with equal cotangents.
+        # The key lists, for each cell, the ranks with equal values, then with equal cotangents.
         blocks = []
         for apart in (self._unreduced, self._reduced):
             alike = [axis for axis in others if axis not in apart]
@@ -383,7 +370,7 @@ def _indices_of_dims(layout: Layout, spec: PartitionSpec) -> tuple[tuple[int, ..
         raise AxisError(
             f"axis {twice!r} is named twice",
             where=f"{spec!r} on mesh ({layout.axis_text()})",
-            expected="each axis at most once: it cuts one dim",
+            expected="each axis at most once",
         )
     return dims
 
@@ -398,12 +385,12 @@ def _checked_shard_sizes(
     shard_sizes: Mapping[int, Sequence[int]] | None,
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     try:
-        rows = [find_whole_numbers([dim, *sizes]) for dim, sizes in (shard_sizes or {}).items()]
+        rows = [find_integers([dim, *sizes]) for dim, sizes in (shard_sizes or {}).items()]
     except (TypeError, AttributeError):
         rows = [None]
     if None in rows:
         raise KindError(
-            "shard_sizes gives the sizes of a dim's parts, by dim",
+            "shard_sizes must be a mapping from dims to the sizes of their parts",
             expected="such as {0: (7, 3)}",
             found=repr(shard_sizes),
         )
@@ -439,6 +426,22 @@ def _with_parts(
     return sharding
 
 
+def _sizes_of(shape: Any, where: object) -> tuple[int, ...]:
+    """Return ``shape`` as a tuple of ints; else raise with ``where``."""
+    try:
+        sizes = find_integers(tuple(shape))
+    except TypeError:
+        sizes = None
+    if sizes is None:
+        raise KindError(
+            "a shape must have an integer for each dim",
+            where=str(where),
+            expected="for example (8, 16)",
+            found=repr(shape),
+        )
+    return tuple(sizes)
+
+
 def sharding_of_side(
     pattern: Pattern,
     side: PatternSide,
@@ -449,15 +452,26 @@ def sharding_of_side(
     local_shape: Sequence[int] | None = None,
     rank: int | None = None,
     needs_parts: bool = True,
+    as_keywords: bool = True,
 ) -> NamedSharding:
     """Return the sharding of one side of a pattern; see ``NamedSharding.from_pattern``.
 
     Args:
-        needs_parts: whether the sizes inside of all groups must be known.
+        needs_parts: whether all sizes inside groups must be known.
+        as_keywords: whether the caller takes sizes as keywords, not as ``sizes=``.
     """
     layout = get_layout(mesh, "NamedSharding")
     whole, local = (None if each is None else tuple(each) for each in (shape, local_shape))
-    sizing = Sizing(pattern, side, layout, sizes, shape=whole, local_shape=local, rank=rank)
+    sizing = Sizing(
+        pattern,
+        side,
+        layout,
+        sizes,
+        shape=whole,
+        local_shape=local,
+        rank=rank,
+        as_keywords=as_keywords,
+    )
     parts = sizing.parts(needs_parts=needs_parts)
     return _with_parts(mesh, sizing.spec, _sizes_of_cells(parts.dims), parts)
 
@@ -471,7 +485,7 @@ def shardings_of_sides(
     local_shape: tuple[int, ...] | None = None,
     rank: int | None = None,
 ) -> tuple[NamedSharding, NamedSharding]:
-    """Return the shardings of both sides of a pattern with "->"; the arguments are the left's.
+    """Return both sides' shardings of a pattern with "->"; the arguments are the left's.
 
     Example:
         >>> mesh = Layout.from_shape((2,), ("tp",))
@@ -496,7 +510,7 @@ def sharding_of(
     unreduced: Iterable[str] = (),
     reduced: Iterable[str] = (),
 ) -> NamedSharding:
-    """Return the sharding on a mesh with these dims; the inverse of ``NamedSharding.placement``.
+    """Return the sharding with these dims; the inverse of ``NamedSharding.placement``.
 
     Example:
         >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))
@@ -519,13 +533,13 @@ def _sizes_of_cells(dims: Sequence[DimSplit]) -> dict[int, tuple[int, ...]]:
 def sized_by_shards(
     sharding: NamedSharding, shapes: Mapping[int, Sequence[int]]
 ) -> tuple[NamedSharding, tuple[int, ...]]:
-    """Return a sharding with the sizes of its dims' parts, and the shape of the whole.
+    """Return a sharding with the sizes of its parts, and the global shape.
 
     Args:
-        shapes: of the ranks' shards, by rank.
+        shapes: of the shards, by rank.
 
-    Example: along 'i' of a mesh (i=2, j=2) ranks 0 and 1 hold part 0, ranks 2 and 3 part 1; the
-    shapes of ranks 0 and 2 tell the sizes, those of ranks 1 and 3 must be the same.
+    Example: along 'i' of a mesh (i=2, j=2) ranks 0 and 1 hold part 0, ranks 2 and 3 part 1. The
+        shapes of ranks 0 and 2 give the sizes; ranks 1 and 3 must match.
     """
     layout, mesh, spec = sharding.layout, sharding.mesh, sharding.spec
     sizes = dict(sharding.shard_sizes)
@@ -537,5 +551,5 @@ def sized_by_shards(
             sizes[dim] = tuple([shapes[rank][dim] for rank in ranks[:, 0].tolist()])
     sized = NamedSharding(mesh, spec, shard_sizes=sizes)
     shape = sized.whole_shape(next(iter(shapes.values())))
-    cells = _sizes_of_cells(sized.placement(shape).dims)  # a balanced cut says none
+    cells = _sizes_of_cells(sized.placement(shape).dims)  # Balanced dims have no sizes.
     return NamedSharding(mesh, spec, shard_sizes=cells), shape

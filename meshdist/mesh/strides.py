@@ -1,8 +1,8 @@
-"""Axes as strides: tuples of modes (size, stride), major to minor, and what can be done to them.
+"""Compute with axes as strides: tuples of modes (size, stride), major to minor.
 
-Integers only; nothing here knows names or raises. A mode (4, 2) stands for the places 0, 2, 4, 6,
-the axis ((2, 8), (4, 1)) for 0, 1, 2, 3, 8, 9, 10, 11. In normal form no mode has size 1 and no two
-neighbours could be one mode: so an axis of size 1 is (), and equal axes have equal modes.
+A mode (4, 2) means the places 0, 2, 4, 6; the axis ((2, 8), (4, 1)) means 0, 1, 2, 3, 8, 9, 10, 11.
+In normal form no mode has size 1 and no two neighbours can merge, so equal axes have equal modes
+and an axis of size 1 is ().
 
 Source: the hierarchical layouts of CuTe (NVIDIA CUTLASS documentation, "Layout Algebra").
 """
@@ -20,12 +20,11 @@ AxisModes = tuple[Mode, ...]
 
 
 def size_of(axis: AxisModes) -> int:
-    """Return the size of an axis, the product of its modes' sizes."""
     return axis[0][0] if len(axis) == 1 else math.prod(size for size, _ in axis)
 
 
 def displacement(axis: AxisModes, index: int) -> int:
-    """Return the distance of index ``index`` of an axis from its index 0."""
+    """Return the distance of an index from index 0."""
     if len(axis) == 1:
         return index * axis[0][1]
     total = 0
@@ -36,7 +35,7 @@ def displacement(axis: AxisModes, index: int) -> int:
 
 
 def coalesced(modes: Iterable[Mode]) -> AxisModes:
-    """Return the fewest (size, stride) pairs that give the same places in the same order."""
+    """Return the fewest (size, stride) pairs with the same places in order."""
     kept: list[Mode] = []
     for size, stride in modes:
         if size == 1:
@@ -49,7 +48,7 @@ def coalesced(modes: Iterable[Mode]) -> AxisModes:
 
 
 def is_nested(modes: Iterable[Mode]) -> bool:
-    """Return whether each stride exceeds the reach of all smaller strides, so places are unique."""
+    """Return whether each stride exceeds the reach of smaller strides, so places are unique."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in modes):
         if stride <= reach:
@@ -59,7 +58,7 @@ def is_nested(modes: Iterable[Mode]) -> bool:
 
 
 def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | None:
-    """Return the modes of axes of ``sizes`` that make up ``axis``; None if no strides fit them."""
+    """Return the modes of axes of ``sizes`` that make up ``axis``; or None."""
     rest = list(axis)
     parts: list[AxisModes] = []
     for wanted in reversed(sizes):
@@ -80,9 +79,9 @@ def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | No
 def common_origin(
     offset: int, modes: Sequence[AxisModes], other: int, other_modes: Sequence[AxisModes]
 ) -> int | None:
-    """Return the offset of the layout that joins two that share a rank; None if they share none."""
-    # They meet at ``offset + a = other + b``. Counting ``a`` from its far end makes both unknowns
-    # positive digits of one number, which nested strides take apart in one way only.
+    """Return the offset of the layout that joins two with a common rank, else None."""
+    # The layouts meet at ``offset + a = other + b``. If ``a`` is counted from its far end, both
+    # unknowns are positive digits of one number, which nested strides decompose uniquely.
     ours = [(stride, size, True) for axis in modes for size, stride in axis]
     theirs = [(stride, size, False) for axis in other_modes for size, stride in axis]
     rest = offset - other + sum((size - 1) * stride for stride, size, _ in ours)
@@ -123,7 +122,7 @@ def strided_modes(array: np.ndarray[Any, Any]) -> tuple[AxisModes, ...] | None:
 
 
 def places_of(offset: int, modes: Iterable[AxisModes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the whole number at each coordinate, ``offset`` plus strides, with a dim per axis."""
+    """Return the place at each coordinate, with a dim per axis."""
     places = np.array(offset, dtype=np.int64)
     for axis in modes:
         reach = np.zeros((), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""torch's DeviceMesh on the ranks of ours, and the parts of torch's from which ours is made.
+"""Convert meshes to and from torch's DeviceMesh.
 
-torch sorts the ranks of the groups that its DeviceMesh makes, which loses the order of a permuted
-mesh. So the groups are made first, in mesh order, and torch's mesh is built from them.
+torch's DeviceMesh sorts the ranks of its groups, which loses the order of a permuted mesh. So
+torch's mesh is built from groups made in mesh order.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
         groups: list[Any] = []
         for axis in range(layout.ndim):
             for ranks in layout.groups_of_axis(axis):
-                # torch 2.11 sorts always, and has no such argument.
+                # torch 2.11 always sorts, and lacks this argument.
                 order: dict[str, Any] = (
                     {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
                 )
                 group = torch_distributed.new_group(list(ranks), **order)
                 if world.rank in ranks:
                     groups.append(group)
-        # A rank that ended now would close its connections while others still open theirs.
+        # A rank that exited now would close its connections while other ranks open theirs.
         agree(everyone, "mesh for torch", definition, timeout)
     ranks_tensor = torch.from_numpy(layout.ranks()).to(torch.int)
     if world.rank not in layout.ranks():
@@ -76,16 +76,11 @@ M = TypeVar("M", bound=MeshError)
 _TAKES_A_MESH = ("torch.distributed.", "torch.nn.parallel.")
 
 
-def refuse_torch(mesh: MeshDefinition, whole: Layout) -> None:
-    """Raise MeshError if torch's code called the property or method of a mesh that calls this.
-
-    Args:
-        whole: the layout of the root mesh.
-    """
-    # Torch seldom looks at the class of the mesh that it is given: fully_shard(mesh=ours) returns,
-    # and the first optimizer.step() fails. So names that both meshes have, and that torch reads
-    # first, ask here.
-    # torch.compile, which is inside these names here, cannot trace what reads frames.
+def reject_torch(mesh: MeshDefinition, whole: Layout) -> None:
+    """Raise MeshError if torch's code called the mesh's property or method that calls this."""
+    # torch rarely checks the class of a mesh: fully_shard(mesh=ours) returns, and the first
+    # optimizer.step() fails. So the names of our mesh that torch reads first call this function.
+    # torch.compile traces these names but cannot trace code that reads frames.
     if not torch.compiler.is_dynamo_compiling() and (reader := _reader_in_torch(sys._getframe(2))):
         raise _given_to_torch(mesh, whole, reader, MeshError)
 
@@ -104,32 +99,31 @@ def torch_name_error(
     """Return the error for a name that torch's mesh has and ours lacks.
 
     Args:
-        whole: the layout of the root mesh.
         has_ours: whether our mesh has this name without its underscore.
     """
     if reader := _reader_in_torch(sys._getframe(2)):
         return _given_to_torch(mesh, whole, reader, MeshAttributeError)
-    ours = f"take mesh.{name[1:]}, or" if has_ours else "take"
+    ours = f"use mesh.{name[1:]}, or" if has_ours else "use"
     return MeshAttributeError(
-        f"a mesh of meshdist has no {name}, as torch's DeviceMesh has",
+        f"a mesh of meshdist has no {name}, unlike torch's DeviceMesh",
         where=f"rank {mesh.world.rank} of {mesh.world.size}, {mesh.text}",
-        fix=f"{ours} {_torchs_part(mesh, whole)}.{name}, torch's mesh, which every rank of the "
-        "world makes",
+        fix=f"{ours} {_torchs_part(mesh, whole)}.{name}; call to_torch() on every rank of the "
+        "world",
     )
 
 
 def _reader_in_torch(frame: FrameType) -> str:
-    """Return the function of torch's that the frame runs; "" for code that is not torch's."""
+    """Return the frame's torch function, or ""."""
     module = frame.f_globals.get("__name__", "")
     return f"{frame.f_code.co_name} of {module}" if module.startswith(_TAKES_A_MESH) else ""
 
 
 def _given_to_torch(mesh: MeshDefinition, whole: Layout, reader: str, kind: type[M]) -> M:
     return kind(
-        "torch's code was given a mesh of meshdist",
+        "torch received a mesh of meshdist",
         where=f"rank {mesh.world.rank} of {mesh.world.size}, {mesh.text}; read by {reader}",
         expected="torch's own DeviceMesh, on the same ranks",
-        fix=f"pass {_torchs_part(mesh, whole)} instead, which every rank of the world makes",
+        fix=f"pass {_torchs_part(mesh, whole)} instead; call to_torch() on every rank of the world",
     )
 
 
@@ -146,10 +140,11 @@ def _check_torch_can(world: World) -> None:
         found = (torch_distributed.get_rank(), torch_distributed.get_world_size())
         if found != (world.rank, world.size):
             raise MeshError(
-                "torch.distributed has a world of its own with other ranks",
+                "torch.distributed is initialized with different ranks",
                 where=f"rank {world.rank} of {world.size}",
                 found=f"torch: rank {found[0]} of {found[1]}",
-                fix="start meshdist after it, so that it adopts torch's world",
+                fix="initialize meshdist after torch.distributed, so that it reuses torch's "
+                "process group",
             )
 
 
@@ -173,12 +168,12 @@ def _start_torch_world(world: World) -> None:
     has_cuda = torch.cuda.is_available()
     usable = {
         device: backend
-        for device, wire in world.backends.items()
-        if (device == "cpu" or has_cuda) and (backend := _torch_backend(wire, device))
+        for device, name in world.backends.items()
+        if (device == "cpu" or has_cuda) and (backend := _torch_backend(name, device))
     }
     backends = ",".join(f"{device}:{backend}" for device, backend in usable.items())
-    # Of "cpu:gloo" torch sets no default backend once other backends have been registered, as ours
-    # are, and warns as its world ends. Of "gloo", which is the same without a GPU, it does.
+    # With "cpu:gloo", torch sets no default backend after other backends are registered, as ours
+    # are, and warns when its world ends. "gloo" avoids this and is the same without a GPU.
     if len({*usable.values()}) == 1 and ("cuda" in usable or not has_cuda):
         backends = next(iter(usable.values()))
     torch_distributed.init_process_group(
@@ -191,10 +186,10 @@ def _start_torch_world(world: World) -> None:
     world.closers.append(end_torch_world)
 
 
-def _torch_backend(wire: str, device: str) -> str:
-    """Return torch's backend for ``wire``: the same name, or "gloo" on the CPU, or ""."""
-    # Ours are there once meshdist.torch_backends was imported.
-    known = wire in torch_distributed.Backend.backend_list
-    if known and (wire != "mpi" or torch_distributed.is_mpi_available()):
-        return wire
+def _torch_backend(name: str, device: str) -> str:
+    """Return torch's backend for ``name``: the same name, or "gloo" on the CPU, or ""."""
+    # meshdist.torch_backends registers our backends when it is imported.
+    known = name in torch_distributed.Backend.backend_list
+    if known and (name != "mpi" or torch_distributed.is_mpi_available()):
+        return name
     return "gloo" if device == "cpu" else ""

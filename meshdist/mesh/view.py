@@ -1,7 +1,6 @@
-"""The contents of a picture of a mesh: which coordinates, with which labels and marks.
+"""Select the coordinates, labels and marks that a drawing of a mesh shows.
 
-Only what is shown is computed, so a mesh of any size draws at once; what does not fit is left out
-behind an ellipsis, but never the rank to highlight.
+An ellipsis replaces coordinates that do not fit, but never the highlighted rank.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class Grid(Protocol):
         """The largest rank of the mesh."""
 
     def axis_text(self) -> str:
-        """Return the axes and their sizes as text: ``dp=2, tp=4``."""
+        """Return the axes as ``dp=2, tp=4``."""
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the coordinate of a rank, or None where the mesh does not hold it."""
+        """Return the coordinate of a rank, or None outside the mesh."""
 
     def coordinate_text(self, rank: int) -> str:
-        """Return the coordinate of a rank as text: ``dp=1, tp=0``."""
+        """Return the coordinate of a rank as ``dp=1, tp=0``."""
 
     def rank_at(self, coordinate: tuple[int, ...]) -> int:
         """Return the rank at a coordinate."""
@@ -55,12 +54,12 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks of ranks in a drawing: a highlighted rank, and hosts."""
+    """A drawing's highlighted rank and hosts."""
 
     highlight_rank: int | None
     highlight_at: tuple[int, ...] | None
     hosts: Hosts | None
-    host_names: tuple[str, ...]  # in order of first appearance
+    host_names: tuple[str, ...]  # In order of first appearance.
 
     @staticmethod
     def of(layout: Grid, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
@@ -70,7 +69,7 @@ class Marks:
             at = layout.coordinate_of(highlight_rank)
             if at is None:
                 raise NotInGroupError(
-                    f"the mesh does not hold rank {highlight_rank}, which is to be highlighted",
+                    f"the mesh does not contain rank {highlight_rank}, which highlight_rank names",
                     where=f"mesh ({layout.axis_text()})",
                 )
         names: dict[str, None] = {}
@@ -80,7 +79,7 @@ class Marks:
                     names[str(hosts[rank])] = None
                 except LookupError as error:
                     raise MeshError(
-                        f"hosts names no host for rank {rank}",
+                        f"hosts has no entry for rank {rank}",
                         where=f"mesh ({layout.axis_text()})",
                         expected="a host for every rank of the mesh, by rank",
                         found=f"{len(hosts)} hosts",
@@ -88,22 +87,22 @@ class Marks:
         return Marks(highlight_rank, at, hosts, tuple(names))
 
     def host_index(self, rank: int) -> int | None:
-        """Return the index in ``host_names`` of the host of ``rank``; None without hosts."""
+        """Return the index in ``host_names`` of the rank's host; None without hosts."""
         return None if self.hosts is None else self.host_names.index(str(self.hosts[rank]))
 
 
 @dataclass(frozen=True)
 class View:
-    """The blocks, rows and columns of a mesh that a drawing shows; None is an ellipsis."""
+    """The blocks, rows and columns that a drawing shows; None is an ellipsis."""
 
     layout: Grid
-    blocks: tuple[tuple[int, ...] | None, ...]  # coordinates of all axes but the last two
+    blocks: tuple[tuple[int, ...] | None, ...]  # Coordinates of all axes but the last two.
     rows: tuple[int | None, ...]
     columns: tuple[int | None, ...]
 
     @staticmethod
     def of(layout: Grid, marks: Marks, max_blocks: int, max_rows: int, max_columns: int) -> View:
-        """Return the coordinates that fit within the maxima, among them the highlighted rank's."""
+        """Return the coordinates that fit within the maxima, with the highlighted rank's."""
         at = marks.highlight_at
         outer = layout.sizes[:-2]
         columns = indices_shown(layout.sizes[-1], max_columns, None if at is None else at[-1])
@@ -124,16 +123,15 @@ class View:
         return ", ".join(map("{}={}".format, self.layout.names, block))
 
     def row_label(self, row: int) -> str:
-        """Return the text before a row: its index, or "rank" in a mesh of one axis."""
+        """Return a row's index, or "rank" in a mesh of one axis."""
         return "rank" if self.layout.ndim == 1 else str(row)
 
     def rank_at(self, block: tuple[int, ...], row: int, column: int) -> int:
-        """Return the rank in a cell of the table ``block``."""
         return self.layout.rank_at((column,) if self.layout.ndim == 1 else (*block, row, column))
 
 
 def corner(layout: Grid) -> str:
-    """Return the text in a table's corner: the last two axes, of the rows and of the columns."""
+    """Return a table's corner: the axes of the rows and of the columns."""
     names = layout.names or tuple(f"axis {index}" for index in range(layout.ndim))
     return " \\ ".join(names[-2:])
 
@@ -150,7 +148,7 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
     for index in sorted(chosen):
         before = shown[-1] if shown else -1
         if before is not None and index - before == 2:
-            shown.append(index - 1)  # as short as the ellipsis
+            shown.append(index - 1)  # An ellipsis would not be shorter.
         elif before is not None and index - before > 2:
             shown.append(None)
         shown.append(index)
@@ -158,6 +156,6 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
 
 
 def tables_abreast(layout: Grid, room: int) -> int:
-    """Return the tables per line with room for ``room``: a multiple of axis -3's size, if any."""
+    """Return the tables per line, at most ``room``: a multiple of axis -3's size, if any."""
     turn = layout.sizes[-3] if layout.ndim > 2 else 1
     return room // turn * turn if room > turn else max(room, 1)

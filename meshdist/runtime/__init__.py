@@ -1,1 +1,1 @@
-"""The needs of every process: time, forks, hosts, memory."""
+"""Process utilities: deadlines, forks, hosts and memory."""

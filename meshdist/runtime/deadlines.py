@@ -1,4 +1,4 @@
-"""Deadlines, timers, and the one way to wait for something."""
+"""Provide deadlines, timers and ``wait_until``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _AWAKE_S = 0.0002
 _SHORTEST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.02
 LOOK_S = 1.0
-_LOOK_S_PER_MEMBER = 0.002  # many start more slowly, and must not ask the more for that
+_LOOK_S_PER_MEMBER = 0.002  # many members start more slowly, and must not make more requests
 _MOST_FOLDS = 10
-_REST_PER_LOOK = 20.0  # times what the look took
+_REST_PER_LOOK = 20.0  # times the duration of the check
 _REST_PER_WAIT = 0.5
-_PAUSE_PER_WAIT = 1 / 16  # of the time waited so far: a wait ends at most so much too late
+_PAUSE_PER_WAIT = 1 / 16  # of the time waited so far, which bounds how late a wait ends
 
 
 class Deadline:
-    """A point of monotonic time; numbers are seconds from now, and None is for ever."""
+    """A point in monotonic time, given in seconds from now; None never expires."""
 
     __slots__ = ("_end",)
 
@@ -38,25 +38,23 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """The seconds that are left, 0 at least."""
+        """The remaining seconds, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     @property
     def left(self) -> timedelta:
-        """The time that is left, 0 at least."""
         return timedelta(seconds=self.left_s)
 
     @property
     def is_over(self) -> bool:
-        """Return whether no time is left."""
         return time.monotonic() >= self._end
 
 
 class Looks:
-    """Schedule of looks for missing members, rarer the longer a member waits and a look takes.
+    """Schedule of checks for missing members, rarer in longer waits and for slower checks.
 
-    Example: of few members the first to wait, ``place`` 1, looks after 1, 1.5, 2.3, 3.4, ...
-    seconds, 11 times in a minute and a half; the second begins after 4 s, the third after 16 s.
+    Example: with few members, the first waiting member (``place`` 1) checks after 1, 1.5, 2.3, 3.4,
+    ... seconds, 11 times in 90 seconds; the second starts after 4 s, the third after 16 s.
     """
 
     def __init__(self, num_members: int, place: int) -> None:
@@ -64,7 +62,7 @@ class Looks:
         self._begin, self._due = time.monotonic(), Deadline(first_s)
 
     def take(self, look: Callable[[], T]) -> T | None:
-        """Return what ``look`` returns, if its time has come, and schedule the next look."""
+        """Call ``look`` if it is due, schedule the next call, and return its result."""
         if not self._due.is_over:
             return None
         begin = time.monotonic()
@@ -83,12 +81,12 @@ def wait_until(
     awake_s: float = _AWAKE_S,
     longest_pause_s: float = _LONGEST_PAUSE_S,
 ) -> T | None:
-    """Return ``condition()`` as soon as it is true, or None where the deadline comes first.
+    """Return ``condition()`` as soon as it is true, or None after the deadline.
 
     Args:
-        condition: called at least once, also where the deadline is over already.
+        condition: called at least once, even after the deadline.
         check: called before each pause; it may raise to end the wait.
-        awake_s: how long the thread only yields its core between two calls of ``condition``.
+        awake_s: how long the thread yields its core instead of sleeping between calls.
         longest_pause_s: the longest sleep between two calls of ``condition``.
     """
     if found := condition():
@@ -97,7 +95,7 @@ def wait_until(
     while not deadline.is_over:
         if check is not None:
             check()
-        # Pauses grow with the time waited: short waits end soon, and long waits cost little.
+        # Pauses grow with the time waited, so short waits end soon and long waits are cheap.
         if (waited_s := time.monotonic() - begin) < awake_s:
             os.sched_yield()
         else:
@@ -114,33 +112,35 @@ LINGER_S = 1.0
 
 
 def _do_nothing() -> None:
-    """Do nothing, in place of the call of a timer that is over."""
+    """Replace the call of an expired timer."""
 
 
 class Timer:
-    """A call to be made when a timeout is over, at most once."""
+    """A function to call once after a timeout, unless canceled."""
 
-    # One thread makes all of them, up to a twentieth of a second late. To set a timer and to cancel
-    # it takes less than a microsecond, so that each of many short waits can have its own.
+    # One thread makes all calls, up to 50 ms late. Setting and canceling a timer takes less than a
+    # microsecond, so each of many short waits can have a timer.
     __slots__ = ("_thread", "call", "deadline")
 
     def __init__(self, timeout: timedelta | float, call: Callable[[], object]) -> None:
         self.deadline = Deadline(timeout)
         self.call = call
-        self._thread = _thread_of(forks[0])  # threads do not follow into a forked child
+        self._thread = _thread_of(forks[0])  # a forked child has no threads
         self._thread.add(self)
 
     def cancel(self) -> bool:
-        """Prevent the call and return True; if it has begun, wait for its end, return False."""
+        """Cancel the call and return True; if it has started, wait for it and return False."""
         if self._thread.remove(self):
-            self.call = _do_nothing  # the thread may still hold the timer, and must hold no more
+            self.call = (
+                _do_nothing  # the thread may still hold the timer, but must not keep the call alive
+            )
             return True
         with self._thread.calling:
             return False
 
 
 class _TimerThread(threading.Thread):
-    """The timers that are set, and the thread that makes their calls while there are any."""
+    """Thread that runs the calls of all pending timers."""
 
     def __init__(self) -> None:
         super().__init__(name="meshdist-timers", daemon=True)
@@ -152,12 +152,11 @@ class _TimerThread(threading.Thread):
 
     def add(self, timer: Timer) -> None:
         self._timers.add(timer)
-        # The thread sets this flag before it looks for timers a last time: so none is missed.
+        # The thread sets this flag before its last check for timers, so it misses none.
         if self._is_asleep:
             self._is_needed.set()
 
     def remove(self, timer: Timer) -> bool:
-        """Remove a timer, and return whether it was there."""
         try:
             self._timers.remove(timer)
         except KeyError:
@@ -174,7 +173,7 @@ class _TimerThread(threading.Thread):
             self._fire_while_used()
 
     def _fire_while_used(self) -> None:
-        """Make the calls of timers that are over, until no timer was set for a second."""
+        """Run the calls of expired timers, until no timer was pending for a second."""
         linger = Deadline(LINGER_S)
         while not linger.is_over:
             time.sleep(_PERIOD_S)
@@ -202,5 +201,5 @@ def _thread_of(num_forks: int) -> _TimerThread:
 
 
 def start_timers() -> None:
-    """Start the thread of timers, which cannot be started while the interpreter ends."""
+    """Start the timer thread, which cannot be started during interpreter shutdown."""
     _thread_of(forks[0])

@@ -1,7 +1,6 @@
-"""The random generators of one rank, how they were seeded, its default dtype and its hooks.
+"""Save and restore a rank's random generators, seed records, default dtype and torch hooks.
 
-No thread has these for itself. Simulated ranks share a process: their scheduler swaps all this
-whenever another rank runs.
+They are global to the process, so the scheduler of simulated ranks swaps them at each switch.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from .torch_worlds import begin_record
 if TYPE_CHECKING or torch.Generator.__weakrefoffset__:
 
     class SeedNotes(WeakKeyDictionary[torch.Generator, Any]):
-        """A note by generator, for as long as the generator lives."""
+        """Seed record by generator, dropped with the generator."""
 
 else:  # generators of torch 2.11 and 2.12 take no weak references
     (_COUNT_OF_A_KEY,) = [sys.getrefcount(key) for key in {torch.Generator(): None}]
 
     class SeedNotes(dict):
-        """Notes by generator; setting a note drops those of generators held nowhere else."""
+        """Seed record by generator; setting a record drops unreferenced generators."""
 
         def __setitem__(self, generator: torch.Generator, note: Any) -> None:
             for key in [key for key in self if sys.getrefcount(key) <= _COUNT_OF_A_KEY]:
@@ -40,12 +39,12 @@ _notes = SeedNotes()
 
 
 def seed_notes() -> SeedNotes:
-    """Return the notes of how the generators of the rank that runs now were seeded."""
+    """Return how the running rank's generators were seeded."""
     return _notes
 
 
 def swap_seed_notes(notes: SeedNotes) -> None:
-    """Set the seed notes of the rank that runs now."""
+    """Set the seed records of the running rank."""
     global _notes
     _notes = notes
 
@@ -54,12 +53,11 @@ _WORDS: Any = vars(np.random.MT19937)["state"]
 
 
 class _NumpyGenerator(np.random.MT19937):
-    """NumPy's global bit generator while a simulated rank runs; ranks exchange the whole object."""
+    """NumPy's global bit generator of a simulated rank, exchanged as an object."""
 
-    # Exchanging the object takes half a microsecond where copying its 624 words takes a hundred.
-    # The second half of a drawn pair of normals lies beside it, in the global RandomState: to move
-    # that alone through RandomState's own get_state and set_state, the words are left out while
-    # ``is_exchanged``.
+    # Exchanging the object takes 0.5 us; copying its 624 words takes 100 us. The global RandomState
+    # also caches the second of a pair of normal samples. To move only that sample with get_state
+    # and set_state, this class omits the words while ``is_exchanged``.
     is_exchanged = False
 
     @property
@@ -74,11 +72,11 @@ class _NumpyGenerator(np.random.MT19937):
             _WORDS.__set__(self, value)
 
 
-_NumpyGenerator.__name__ = "MT19937"  # NumPy writes it into a state, and compares it there
+_NumpyGenerator.__name__ = "MT19937"  # NumPy stores and compares the name in states
 
 
 class ProcessState:
-    """The generators, the default dtype and torch's hooks, as a rank (or the caller) left them."""
+    """Snapshot of the generators, default dtype and torch hooks of a rank or the caller."""
 
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
@@ -97,7 +95,6 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Restore all this for the thread that runs now."""
         global _notes
         self.hooks.restore()
         _notes = self.seed_notes
@@ -125,16 +122,16 @@ def _has_cuda() -> bool:
 
 
 def _seed_cuda(noted_seed: int) -> None:
-    """Seed CUDA's generators like the CPU's, if CUDA runs or the seed is not ``noted_seed``."""
-    # ``torch.manual_seed`` before CUDA is initialised only notes the seed for later; without this
-    # the note would be that of the rank that seeded last, which left ``noted_seed``.
+    """Seed CUDA's generators like the CPU's, if CUDA is initialized or the seed has changed."""
+    # Before CUDA is initialized, ``torch.manual_seed`` only stores the seed for later. Without this
+    # function, the stored seed would be ``noted_seed``, of the rank that seeded last.
     seed = torch.default_generator.initial_seed()
     if _has_cuda() and (torch.cuda.is_initialized() or seed != noted_seed):
         torch.cuda.manual_seed_all(seed)
 
 
 def start_as(rank: int) -> None:
-    """Seed all generators by ``rank``, and give this thread an empty record of torch's groups."""
+    """Seed all generators with ``rank``, and start with an empty record of torch's groups."""
     begin_record()
     swap_seed_notes(SeedNotes())
     seed_before = torch.initial_seed()

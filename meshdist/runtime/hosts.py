@@ -1,8 +1,6 @@
-"""Which host is this, which process, what is installed: answers for other processes and people.
+"""Identify hosts and processes, query system limits, and run functions at process exit.
 
-And functions called as this process ends, which may ask whether an exception ends it.
-
-Imports the standard library only.
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ MORE_DESCRIPTORS = "raise the hard limit before the program starts: ulimit -n 65
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two processes exactly if they share one running host."""
+    """Return a text that two processes share exactly if they run on the same host."""
     return os.environ.get("MESHDIST_HOST_ID") or _find_host_identity()
 
 
 @cache
 def _find_host_identity() -> str:
-    # One boot of one kernel, and one network namespace, so that loopback reaches the other.
+    # The same boot and the same network namespace, so that loopback reaches the other process.
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -51,8 +49,8 @@ _PF_EXITING = 0x4  # of Linux, set before the process gives its memory and files
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start time of process ``pid`` as the system's text, None once it ends."""
-    # With the number it names a process for good, since numbers are given again.
+    """Return the start time of process ``pid`` as text, or None after its end."""
+    # Process ids are reused, but the id and start time together are unique.
     process = read_process(pid)
     if process is not None:
         _, fields = process
@@ -66,8 +64,8 @@ def process_start(pid: int) -> str | None:
 
 
 def read_process(pid: int) -> tuple[str, list[str]] | None:
-    """Return a process's name and the fields behind it in /proc/PID/stat; None if it has gone."""
-    # Any other OSError is the caller's: this process may open no more files, for example.
+    """Return a process's name and other fields of /proc/PID/stat; None if it ended."""
+    # Propagate any other OSError, for example if this process cannot open more files.
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             head, _, tail = file.read().rpartition(")")  # the name may hold any character
@@ -78,7 +76,7 @@ def read_process(pid: int) -> tuple[str, list[str]] | None:
 
 @cache
 def num_cores() -> int:
-    """Return how many cores this process may use, by affinity and control group."""
+    """Return the number of cores that affinity and cgroup allow this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
@@ -92,13 +90,13 @@ GROUP_MEMORY = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Where a control group's limit and use stand, of version 2 and 1."""
+"""The files with a cgroup's memory limit and usage, of version 2 and 1."""
 PIDS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids.current")
 
 
 def free_bytes() -> float:
-    """Return how much memory processes here may still take; infinite where that is not shown."""
-    # The lesser of what the machine has free or can free, and what the control group leaves.
+    """Return the memory available to processes here in bytes; infinite if unknown."""
+    # The minimum of the machine's available memory and the cgroup's remaining limit.
     found = [float("inf")]
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         sizes = dict(line.split(":") for line in file)
@@ -112,17 +110,17 @@ def free_bytes() -> float:
 
 
 def make_descriptor_room(num_needed: int) -> str:
-    """Raise the limit so that ``num_needed`` more files can be opened; return a lack, or ""."""
+    """Raise the limit for ``num_needed`` more open files; return the unmet need, or ""."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return ""
     try:
-        num_open = len(os.listdir("/dev/fd")) - 1  # but for the directory's own
+        num_open = len(os.listdir("/dev/fd")) - 1  # without the directory's own descriptor
     except OSError:
         num_open = limit
     if limit - num_open < num_needed:
         wanted = num_open + num_needed if most == resource.RLIM_INFINITY else most
-        with suppress(OSError, ValueError):  # macOS shows no hard limit, and has a lower one
+        with suppress(OSError, ValueError):  # macOS shows no hard limit but enforces a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = max(0, limit - num_open)
@@ -132,7 +130,7 @@ def make_descriptor_room(num_needed: int) -> str:
 
 
 def own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield each socket's descriptor and a copy, closed afterwards; on Linux alone."""
+    """Yield each socket's descriptor and a copy, which is closed afterwards; Linux only."""
     names: list[str] = []
     with suppress(OSError):  # no such folder, or no descriptor is left
         names = os.listdir("/proc/self/fd")
@@ -157,8 +155,8 @@ def find_thread_lack(num_needed: int, num_processes: int = 1) -> str:
 
 
 def find_version(distribution: str) -> str | None:
-    """Return the version of the installed package ``distribution``, None if it is not there."""
-    from importlib import metadata  # slow to import, and seldom needed
+    """Return the version of the package ``distribution``, or None if not installed."""
+    from importlib import metadata  # slow to import, and rarely needed
 
     try:
         return metadata.version(distribution)
@@ -167,13 +165,13 @@ def find_version(distribution: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class ProcessCard:
-    """Process, named so that other processes can see whether it still lives.
+class ProcessInfo:
+    """Identity of a process, for checks whether it is alive.
 
     Args:
-        start: when it started, from ``process_start``; "" where that could not be seen.
-        host: its host, from ``host_identity``.
-        hostname: the host's name, for people.
+        start: its start time from ``process_start``; "" if unknown.
+        host: its host from ``host_identity``.
+        hostname: the host's name, for messages.
     """
 
     pid: int
@@ -185,12 +183,11 @@ class ProcessCard:
         return f"process {self.pid} on {self.hostname}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; ``from_json`` is the way back."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> ProcessCard:
-        """Return the card that ``to_json`` gave, ignoring further keys; else raise ValueError."""
+    def from_json(cls, values: dict[str, Any]) -> ProcessInfo:
+        """Return the info of ``to_json`` values, ignoring other keys; may raise ValueError."""
         kinds = {"pid": int, "start": str, "host": str, "hostname": str}
         found: dict[str, Any] = {name: values.get(name) for name in kinds}
         if not all(type(found[name]) is kind for name, kind in kinds.items()):
@@ -198,32 +195,31 @@ class ProcessCard:
         return cls(**found)
 
 
-def my_card() -> ProcessCard:
-    """Return the card of this process."""
+def my_process_info() -> ProcessInfo:
     pid, start = os.getpid(), None
     with suppress(OSError):
         start = process_start(pid)
-    return ProcessCard(pid, start or "", host_identity(), socket.gethostname())
+    return ProcessInfo(pid, start or "", host_identity(), socket.gethostname())
 
 
-def is_alive(card: ProcessCard) -> bool | None:
-    """Return whether the process lives; None where that cannot be seen from here, or not now."""
-    if card.start and card.host == host_identity():
+def is_alive(process_info: ProcessInfo) -> bool | None:
+    """Return whether the process is alive; None if unknown."""
+    if process_info.start and process_info.host == host_identity():
         with suppress(OSError):
-            return process_start(card.pid) == card.start
+            return process_start(process_info.pid) == process_info.start
     return None
 
 
-def is_stopped(card: ProcessCard) -> bool:
-    """Return whether the process is seen to be stopped, by SIGSTOP or a debugger."""
+def is_stopped(process_info: ProcessInfo) -> bool:
+    """Return whether the process is known to be stopped by SIGSTOP or a debugger."""
     process = None
     with suppress(OSError):
-        process = read_process(card.pid) if card.host == host_identity() else None
-    return process is not None and process[1][0] in "Tt" and process[1][19] == card.start
+        process = read_process(process_info.pid) if process_info.host == host_identity() else None
+    return process is not None and process[1][0] in "Tt" and process[1][19] == process_info.start
 
 
 def take_lock(file: int) -> bool:
-    """Take a shared flock on a file's descriptor without waiting; return whether it was free."""
+    """Try to take a shared flock on a file's descriptor; return whether it succeeded."""
     try:
         fcntl.flock(file, fcntl.LOCK_NB | fcntl.LOCK_SH)
     except BlockingIOError:
@@ -248,15 +244,15 @@ def name_locker(path: str) -> str:
 
 
 forks = [0]
-"""How many forks lie between this process and the one that imported the package.
+"""The number of forks since the package was imported.
 
-It differs between a process and its forked child, as its number does, which costs a call of the
-system to ask. Calls of verbs read it here; all others by ``num_forks``.
+Like the process id, it differs in a forked child, but reading it needs no system call. Collectives
+read it here; all other code uses ``num_forks``.
 """
 
 
 def num_forks() -> int:
-    """Return how many forks lie between this process and the package's import."""
+    """Return the number of forks since the package was imported."""
     return forks[0]
 
 
@@ -270,7 +266,7 @@ os.register_at_fork(after_in_child=_count)
 DESTROYED = "destroyed its process group"
 _WITHOUT_EXCEPTION = "ended without an exception"
 IN_GOOD_ORDER = (DESTROYED, _WITHOUT_EXCEPTION)
-"""Endings of ranks that have not failed: another one may be why a call that lacks them failed."""
+"""Endings of ranks that did not fail; a missing rank with another ending may be the cause."""
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -280,26 +276,25 @@ _finalizers: dict[Callable[[], None], Finalize] = {}
 
 
 def call_at_end(function: Callable[[], None]) -> None:
-    """Call ``function`` when this process ends, until ``do_not_call_at_end`` takes it back."""
+    """Call ``function`` when this process ends; ``do_not_call_at_end`` cancels."""
     atexit.register(function)
-    if parent_process() is not None:  # a worker of multiprocessing runs no handlers of atexit
+    if parent_process() is not None:  # multiprocessing workers do not run atexit handlers
         _finalizers[function] = Finalize(None, function, exitpriority=0)
 
 
 def do_not_call_at_end(function: Callable[[], None]) -> None:
-    """Cancel ``call_at_end(function)``."""
     atexit.unregister(function)
     if (finalizer := _finalizers.pop(function, None)) is not None:
         finalizer.cancel()
 
 
 def is_ending_by_exception() -> bool:
-    """Return whether an exception that no code caught ends this process."""
+    """Return whether an uncaught exception ends this process."""
     return find_last_exception() is not None
 
 
 def ending_text(exception: BaseException | None) -> str:
-    """Return how an end by ``exception`` reads, as in "ended by ValueError: no data"."""
+    """Describe an end by ``exception``, for example "ended by ValueError: no data"."""
     if exception is None:
         return _WITHOUT_EXCEPTION
     kind, message = type(exception).__name__, str(exception).partition("\n")[0]
@@ -310,18 +305,18 @@ def ending_text(exception: BaseException | None) -> str:
 
 
 def find_last_exception() -> BaseException | None:
-    """Return the exception that no code caught, and that ends this process, or None."""
+    """Return the uncaught exception that ends this process, or None."""
     found = getattr(sys, "last_value", None) or sys.exc_info()[1]
     return found if isinstance(found, BaseException) else None
 
 
 def handled_here() -> int:
-    """Return the identity of the exception that this thread handles, 0 for none."""
+    """Return the id of the exception that this thread is handling, or 0."""
     return id(found) if (found := sys.exc_info()[1]) is not None else 0
 
 
 def find_failure(handled_before: int) -> BaseException | None:
-    """Return the exception that this thread handles; None for an exit or id ``handled_before``."""
+    """Return the exception being handled; None for an exit or id ``handled_before``."""
     found = sys.exc_info()[1]
     is_exit = isinstance(found, (SystemExit, GeneratorExit))
     return None if is_exit or handled_here() in (0, handled_before) else found

@@ -1,8 +1,7 @@
-"""Memory that is used again: of results, and of the copies that some verbs need while they run.
+"""Reuse memory of large results and of temporary copies in collectives.
 
-Linux hands out memory as pages that it clears at first touch: of 4 KiB that takes longer than to
-write the page, of 2 MiB a fraction. So large results lie on huge pages, and when the last tensor on
-such memory has gone, the next result takes it.
+Linux clears pages on first access: 4 KiB pages take longer than writing them, 2 MiB pages a
+fraction. So large results use huge pages, and freed memory is reused.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MOST_WASTE = 2  # times as large as needed
 
 
 class _Pool:
-    """Unused blocks of memory for large results, of 512 MiB at most."""
+    """Unused memory blocks for large results, at most 512 MiB."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
@@ -34,7 +33,7 @@ class _Pool:
         self._changing = threading.Lock()
 
     def take(self, num_bytes: int) -> np.ndarray | None:
-        """Return bytes that come back here with their last reference; None if memory lacks."""
+        """Return memory that returns to the pool when unreferenced; None if out of memory."""
         with self._changing:
             self._collect()
             most = _MOST_WASTE * num_bytes
@@ -54,7 +53,7 @@ class _Pool:
         return whole[start : start + num_bytes]
 
     def _give(self, block: mmap.mmap) -> None:
-        # Called wherever a tensor dies, also by the garbage collector amidst ``take``.
+        # Called wherever a tensor is freed, possibly by the garbage collector inside ``take``.
         self._returned.append(block)
         if self._changing.acquire(blocking=False):
             try:
@@ -65,14 +64,14 @@ class _Pool:
     def _collect(self) -> None:
         while self._returned:
             block = self._returned.popleft()
-            if _room(block) <= MOST_KEPT:  # a larger one would push out all others
+            if _room(block) <= MOST_KEPT:  # a larger block would evict all others
                 self._free.append(block)
         while sum(map(_room, self._free)) > MOST_KEPT:
             del self._free[0]
 
 
 def _new_block(num_bytes: int) -> mmap.mmap:
-    # Where mappings need not begin at a huge page, the first of them is looked for inside.
+    # One more page, because mappings need not start at a huge-page boundary.
     pages = -(-num_bytes // _HUGE_PAGE) + 1
     block = mmap.mmap(-1, pages * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel may have none
@@ -88,7 +87,7 @@ _pool = _Pool()
 
 
 def forget() -> None:
-    """Give the unused memory that is kept for new results back to the system."""
+    """Return unused memory to the system."""
     global _pool
     _pool = _Pool()
 
@@ -116,10 +115,10 @@ MOST_BYTES = 256 << 20
 
 
 class Scratch:
-    """A pool of two blocks of CPU memory, for copies that verbs need while they run."""
+    """Pool of two blocks of CPU memory, for temporary copies in collectives."""
 
-    # The two blocks that were given back last are kept, of at most 256 MiB each; no verb needs
-    # more. A block that is never given back, since its verb failed, is the garbage collector's.
+    # Keeps the two blocks returned last, of at most 256 MiB each; no collective needs more. If a
+    # collective fails and does not return its block, the garbage collector frees it.
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
@@ -138,7 +137,7 @@ class Scratch:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu").view(like.dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Put memory from ``take`` back into the pool; the caller must not use it any more."""
+        """Return memory from ``take`` to the pool; the caller must not use it afterwards."""
         if tensor.is_cpu and tensor.untyped_storage().nbytes() <= MOST_BYTES:
             block = torch.empty(0, dtype=torch.uint8, device="cpu")
             block.set_(tensor.untyped_storage())

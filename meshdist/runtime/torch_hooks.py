@@ -1,4 +1,4 @@
-"""Torch's process-wide hooks and handlers, which each simulated rank has for itself."""
+"""Save and restore torch's process-wide hooks and handlers for each simulated rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = [(owner, name) for owner in _OWNERS for name in owner if name.startswit
 
 
 class TorchHooks:
-    """Hooks on all modules and optimizers, and DTensor's handlers, as a rank left them."""
+    """Snapshot of the global hooks on modules and optimizers, and of DTensor's handlers."""
 
     def __init__(self) -> None:
         names = _NAMES
@@ -26,7 +26,6 @@ class TorchHooks:
         ]
 
     def restore(self) -> None:
-        """Give the thread that runs now these hooks and handlers."""
         for owner, name, value in self._kept:
             now = owner[name]
             if isinstance(now, dict) and now != value:  # in place: handles of hooks know the table

@@ -1,7 +1,7 @@
-"""The groups that torch.distributed knows of, which a process has once, and each simulated rank.
+"""Give each simulated rank its own process groups of torch.distributed.
 
-torch keeps its groups in a record of its module, and finds them by name in a registry of its C++.
-The thread of a simulated rank has both for itself; all other threads have the process's.
+torch keeps its groups in a record of its Python module and in a C++ registry by name. A simulated
+rank's thread has its own copies; other threads use the process's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BackendError
 
-_MAY_SERVE = frozenset({"simulated", "fake"})  # torch's fake backend waits for nobody
-_torchs: Any = c10d  # its private names, and those of its C++
+_MAY_SERVE = frozenset({"simulated", "fake"})  # torch's fake backend never waits
+_torchs: Any = c10d  # for private names, also in its C++ module
 _core: Any = _distributed_c10d
 _meshes: Any = DeviceMesh
 _ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
@@ -32,14 +32,14 @@ _VARIABLES = ("_world", "_new_process_group_helper", "_backend", "_default_pg_in
 _LACKING = [name for name in ("_World", *_VARIABLES) if not hasattr(_torchs, name)]
 if not hasattr(_core, "_set_thread_isolation_mode"):
     _LACKING.append("_set_thread_isolation_mode")
-"""The names that this torch lacks; all torches that are tested have them."""
+"""Private names that this torch lacks; every tested version has them."""
 
 
 _numbers = itertools.count(1)
 
 
 class TorchWorld(getattr(_torchs, "_World", object)):  # type: ignore[misc]
-    """Torch's record of its process groups, for a single simulated rank."""
+    """torch's record of its process groups for one simulated rank."""
 
     # In torch's own these are properties, which read variables of its module.
     pg_map: Any = None
@@ -74,12 +74,12 @@ class _NumberOfRank:
 
 
 def begin_record() -> None:
-    """Give this thread, a simulated rank's, an empty record of torch's groups."""
+    """Set an empty record of torch's groups for this simulated rank's thread."""
     _here.record = TorchWorld()
 
 
 class _RecordOfThread:
-    """A stand-in for the record of the thread that uses it, or ``others`` if that has none."""
+    """Proxy for the calling thread's record, or for ``others`` if it has none."""
 
     def __init__(self, others: Any) -> None:
         vars(self)["others"] = others
@@ -92,14 +92,14 @@ class _RecordOfThread:
 
 
 def isolate_names() -> None:
-    """Give each thread its own names of torch's groups; raise if this torch cannot."""
+    """Isolate the names of torch's groups by thread; raise if this torch cannot."""
     global _is_isolated
     if _LACKING:
         raise BackendError(
-            f"torch {torch.__version__} cannot have a world of its own on simulated ranks",
-            expected="one of the versions that are tested, see docs/versions.md",
-            found=f"none of its inner {', '.join(_LACKING)}",
-            fix="install such a torch, or run the program as processes: "
+            f"torch {torch.__version__} does not support process groups of simulated ranks",
+            expected="a tested torch version, see docs/versions.md",
+            found=f"torch without its internal {', '.join(_LACKING)}",
+            fix="install a tested torch version, or run the program as processes: "
             "meshdist run -n 4 script.py",
         )
     _is_isolated = True
@@ -111,7 +111,7 @@ _is_isolated = False
 
 @contextmanager
 def callers_torch_world() -> Iterator[None]:
-    """Let simulated ranks in the context have torch groups of their own; restore torch after."""
+    """Enable separate torch groups for simulated ranks inside the context."""
     global _is_isolated
     was_isolated, hook = _is_isolated, sys.excepthook
     variables = {name: getattr(_torchs, name) for name in _VARIABLES if hasattr(_torchs, name)}
@@ -139,7 +139,7 @@ def callers_torch_world() -> Iterator[None]:
 
 
 def _find_clearing() -> Iterator[Callable[[], None]]:
-    """Yield the functions that clear torch's caches of redistributions, which keep ended groups."""
+    """Yield functions that clear torch's redistribution caches, which hold closed groups."""
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     for name in ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"):
         with suppress(AttributeError):  # in the torches without this cache
@@ -155,14 +155,14 @@ def _open_checked(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Open a group by torch's ``open_group``; raise if a simulated rank names a process backend."""
-    # A rank that waits in such a backend would stop all others: Gloo waits as it opens.
+    """Open a torch group; raise for a process backend on a simulated rank."""
+    # A rank that waits in such a backend would block all others; Gloo waits as it opens.
     if hasattr(_here, "record"):
         wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()
         if others := sorted({*wanted} - _MAY_SERVE):
             raise BackendError(
-                f"torch's backend {others[0]!r} serves processes, and this is a simulated rank",
-                expected="the backend 'simulated', for torch's world and each of its groups",
+                f"torch's backend {others[0]!r} cannot run on simulated ranks, only on processes",
+                expected="backend 'simulated' for each process group of torch",
                 fix='torch.distributed.init_process_group("simulated", '
                 'init_method="simulated://"), or run the program as processes: '
                 "meshdist run -n 4 script.py",
@@ -171,6 +171,6 @@ def _open_checked(
 
 
 def end_torch_world() -> None:
-    """Close torch's groups, if it has any."""
+    """Close torch's groups, if any."""
     if torch_distributed.is_initialized():
         torch_distributed.destroy_process_group()

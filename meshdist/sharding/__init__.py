@@ -1,1 +1,1 @@
-"""Arrays that lie on a mesh in shards: plans of the communication, which need no processes."""
+"""Shard arrays over a mesh, and plan and run the communication that moves them."""

@@ -1,8 +1,7 @@
-"""The public calls that move arrays: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
+"""Move arrays between shardings: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
 
-Between one rank, the root, and the others each element travels once. ``device_put`` from a root
-takes two steps if replicas hold the array: the root scatters what they will hold in parts, and they
-exchange their parts.
+``device_put`` from a root sends each element once. If replicas hold the array, the root scatters
+distinct parts among them, and they exchange the parts.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from typing import Any
 
 import torch
 
-from ..annotations.carried_specs import mark_spec
-from ..arguments import get_shape, get_whole_number
+from ..annotations.tensor_specs import mark_spec
+from ..arguments import get_integer, get_shape
 from ..arrays import Array, as_tensor, like
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..collectives.objects import broadcast_object_list
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import ranks_text
 from ..errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     GradientError,
     KindError,
     MeshdistError,
+    MismatchError,
     NotInGroupError,
 )
-from ..functional.value_checks import check_replicas
+from ..functional.equality_checks import check_replicas
 from ..mesh.current_mesh import get_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
-from ..typed_contexts.context import find_context
+from ..typed_mode.context import find_context
 from .array_creation import in_library, library_of, mesh_device
 from .descriptions import mesh_text
 from .executor import gather_to_root, scatter
@@ -59,42 +58,39 @@ def reshard(
     check: bool | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank holds the shard that the right side of a pattern gives it; collective.
+    """Change the sharding of an array from a pattern's left side to its right side; collective.
 
     Any collective is a pattern: ``"b@dp -> b"`` gathers, ``"b {U:dp} -> b"`` sums,
     ``"b {U:dp} -> b@dp"`` sums and scatters, ``"s@tp d -> s d@tp"`` is an all-to-all, and
-    ``"b -> b@dp"`` slices, for free. Dims may stand in another order on the right, and be grouped
-    anew. The fewest bytes are sent.
+    ``"b -> b@dp"`` slices without communication. The right side may reorder and regroup dims.
 
     Args:
-        x: this rank's shard, an array of any library, in any memory layout; or a ``ShardedArray``,
-            which knows its mesh and shape.
-        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has. Of a
-            ``ShardedArray`` how it shall lie is enough: one side, a sharding or a spec.
-        mesh: whose axes the pattern names; None takes the mesh in force. After a ``NamedSharding``:
-            the sharding that it shall have.
-        shape: of the whole array; None takes each dim as the shard's size times the number of
-            shards, or as ``sizes`` says.
-        check: whether ranks compare what they hold, along axes that the right side cuts or sums and
-            the left does not name; None does on simulated ranks, and at debug level DETAIL.
-        sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
+        x: this rank's shard, an array of any library and memory layout; or a ``ShardedArray``.
+        pattern: the current and the new sharding; or the current ``NamedSharding``. For a
+            ``ShardedArray``, the new sharding only: one side, a sharding or a spec.
+        mesh: the mesh whose axes the pattern names; None takes the current mesh. After a
+            ``NamedSharding``: the target sharding.
+        shape: the global shape; None multiplies shard sizes by shard counts, or uses ``sizes``.
+        check: if True, ranks compare values along axes that the right side cuts or sums and the
+            left does not name; None compares on simulated ranks and at debug level DETAIL.
+        sizes: global sizes by dim, for uneven shards and inside of groups: ``b=10, k=4``.
 
     Returns:
-        An array like ``x``, in new memory. Ranks that hold equal parts hold equal bits. Of a
-        ``ShardedArray``: itself where nothing changes.
+        An array like ``x``, in new memory, bitwise equal on replicas. A ``ShardedArray`` itself if
+        nothing changes.
 
     Gradient:
-        The same communication transposed: the plan from the right side's cotangent, with U and R
-        exchanged, to the left side's.
+        The transposed communication, from the right side's cotangent to the left side's, with U
+        and R exchanged.
 
     Cost:
-        What ``md.plan`` with the same arguments tells.
+        ``md.plan`` with the same arguments computes it; the plan sends the fewest bytes.
 
     Raises:
-        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or ``x``.
-        DtypeError: bool values that are summands.
-        MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
-        AgreementError: ranks have different plans. UnequalError: a comparison finds a difference.
+        PatternError, AxisError, ShapeError: the pattern does not fit the mesh or ``x``.
+        DtypeError: partial sums are bool. MeshError: there is no current mesh.
+        NotInGroupError: this rank is not in the mesh.
+        MismatchError: ranks have different plans. UnequalError: compared values differ.
 
     Example:
         >>> import torch, meshdist as md
@@ -109,14 +105,14 @@ def reshard(
     if isinstance(x, ShardedArray):
         if shape is not None or mesh not in (None, x.mesh):
             raise ArgumentError(
-                "reshard: a sharded array knows its mesh and its shape",
+                "reshard of a ShardedArray takes no mesh and no shape",
                 found=f"mesh={mesh!r}, shape={shape!r}",
                 fix="leave them out: reshard(x, target)",
             )
-        local = as_tensor(x.local, argument="x", verb="reshard", writable=False)
+        local = as_tensor(x.local, argument="x", operation="reshard", writable=False)
         check_replicas(local, x.mesh, x.sharding.replicated_axes, f"reshard {x.shape}", bool(check))
         return x.reshard(pattern, **sizes)
-    tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
+    tensor = as_tensor(x, argument="x", operation="reshard", writable=False)
     known = None if shape is None else get_shape(shape, "reshard")
     target: Any
     asked: Any
@@ -135,28 +131,28 @@ def shard(
     check: bool | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank keeps its own shard of an array that all ranks hold. Inverse of ``unshard``.
+    """Return this rank's shard of an array that all ranks hold; inverse of ``unshard``.
 
     Args:
         whole: the same array on every rank; of any library.
-        pattern: how it shall lie, such as ``"b@dp s d"``; or a ``NamedSharding``.
-        mesh: whose axes the pattern names; None takes the mesh in force.
-        check: whether all ranks of the mesh call it, and compare ``whole``, as for ``reshard``.
+        pattern: the new sharding, such as ``"b@dp s d"`` or a ``NamedSharding``.
+        mesh: as for ``reshard``.
+        check: if True, all ranks call it and compare ``whole``; None as in ``reshard``.
         sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
 
     Returns:
-        An array like ``whole``, in new memory. Over axes that the pattern calls unreduced,
-        coordinate 0 keeps the values and all others hold zeros.
+        An array like ``whole``, in new memory. Along unreduced axes, coordinate 0 has the values
+        and the others have zeros.
 
     Gradient:
-        ``unshard``: the ranks' gradients are gathered.
+        ``unshard``.
 
     Cost:
         Nothing is sent; the backward gathers.
 
     Raises:
-        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or the array.
-        DtypeError: bool values that shall be summands. MeshError, NotInGroupError: as ``reshard``.
+        PatternError, AxisError, ShapeError: the pattern does not fit the mesh or the array.
+        DtypeError: partial sums are bool. MeshError, NotInGroupError: see ``reshard``.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -166,7 +162,7 @@ def shard(
         >>> md.simulate(program, 2)
         [[0, 1, 2], [3, 4]]
     """
-    tensor = as_tensor(whole, argument="whole", verb="shard", writable=False)
+    tensor = as_tensor(whole, argument="whole", operation="shard", writable=False)
 
     key = "shard", pattern, None, tensor.shape, tuple(tensor.shape), *sizes.items()
     return _moved(whole, tensor, key, mesh, check)
@@ -183,31 +179,29 @@ def unshard(
     shape: Sequence[int] | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank holds the whole array, or one rank alone. Inverse of ``shard``; collective.
+    """Gather an array on every rank, or on a root; inverse of ``shard``; collective.
 
     Args:
         local: this rank's shard, an array of any library; or a ``ShardedArray``.
-        pattern: how it lies, such as ``"b@dp s d"``; or its ``NamedSharding``. None for a
-            ``ShardedArray``, which knows.
-        mesh: whose axes the pattern names; None takes the mesh in force.
-        root: the one rank that shall hold the whole, as a rank of the world, equal on all ranks;
-            None for every rank.
-        shape, sizes: as for ``reshard``.
+        pattern: its sharding, such as ``"b@dp s d"`` or a ``NamedSharding``; None for a
+            ``ShardedArray``.
+        root: the world rank that gets the global array, the same on all ranks; None for every rank.
+        mesh, shape, sizes: as for ``reshard``.
 
     Returns:
-        An array like ``local``, in new memory, with equal bits on every rank. With a root: there;
-        None on the other ranks.
+        An array like ``local``, in new memory, bitwise equal on every rank. With a root, None on
+        the other ranks.
 
     Gradient:
-        ``shard``: each rank takes its own part, for free. With a root there is none.
+        ``shard``, without communication. With a root, none.
 
     Cost:
-        Each rank receives what it does not hold; of summands, what an all-reduce receives. With a
-        root each element leaves one rank that holds it, once; summands are added before.
+        Each rank receives the elements it lacks; for partial sums, as many as in an all-reduce.
+        With a root, each element is sent once, after partial sums are added.
 
     Raises:
-        What ``reshard`` raises. KindError, NotInGroupError: a root that is no rank of the mesh.
-        GradientError: with a root, a tensor that needs a gradient.
+        As ``reshard``. KindError, NotInGroupError: the root is not in the mesh.
+        GradientError: with a root, a tensor requires a gradient.
 
     Example:
         >>> import torch, meshdist as md
@@ -220,13 +214,13 @@ def unshard(
     if isinstance(local, ShardedArray):
         if pattern is not None:
             raise ArgumentError(
-                "unshard: a ShardedArray knows how it lies",
+                "unshard of a ShardedArray takes no pattern",
                 expected="unshard(array), or unshard(array, root=0)",
                 found=f"pattern {pattern!r}",
             )
         local, pattern, shape = local.local, local.sharding, local.shape
     lies: Any = pattern
-    tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
+    tensor = as_tensor(local, argument="local", operation="unshard", writable=False)
     known = None if shape is None else get_shape(shape, "unshard")
 
     key = "unshard", lies, None, tensor.shape, known, *sizes.items()
@@ -248,30 +242,31 @@ def device_put(
     *,
     check: bool | None = None,
 ) -> ShardedArray:
-    """The array ``x`` with a sharding: every rank holds its shard.
+    """Shard ``x``: return it as a ``ShardedArray`` with this sharding.
 
     Args:
-        x: without ``root``: the whole, equal on every rank, of any library; or a sharded array,
-            which is resharded. With ``root``: the whole there; on the other ranks it is not read.
-        sharding: how it shall lie; a ``PartitionSpec`` alone takes the mesh in force.
-        root: the one rank that holds the whole, as a rank of the world; the same on every rank.
-            Then the call is collective over the mesh.
-        check: whether all ranks compare ``x``, where there is no root; None as in ``reshard``.
+        x: without ``root``: the global array, equal on every rank, of any library; or a
+            ``ShardedArray``, which is resharded. With ``root``: the global array there, ignored
+            on the other ranks.
+        sharding: the new sharding; a ``PartitionSpec`` uses the current mesh.
+        root: the world rank that holds the global array, the same on every rank. Makes the call
+            collective over the mesh.
+        check: without ``root``, whether all ranks compare ``x``; None as in ``reshard``.
 
-    Returns: an array in new memory, of the library of ``x``; tensors lie on the mesh's device.
-        Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
+    Returns: an array in new memory, of the library of ``x``; tensors are on the mesh's device.
+        Along unreduced axes, coordinate 0 has the values and the others have zeros.
 
-    Gradient: without a root the shards' gradients are gathered on every rank; with a root, there,
-        and every rank takes part in the backward.
+    Gradient: gathered on every rank, or with a root on the root. Every rank must then take part
+        in the backward.
 
-    Cost: nothing is sent without a root. With a root, each element leaves it once; ranks that hold
-        equal parts send these to each other.
+    Cost: nothing is sent without a root. With a root, each element leaves it once; replicas
+        exchange their parts.
 
     Raises:
-        KindError: ``x`` is no array, or None on the root; in the latter case on every rank.
+        KindError: ``x`` is not an array. If it is None on the root, every rank raises.
         NotInGroupError: this rank, or the root, is not in the mesh.
         ShapeError: the sharding does not fit the shape.
-        AgreementError: ranks name different roots. UnequalError: a comparison finds a difference.
+        MismatchError: ranks pass different roots. UnequalError: compared values differ.
 
     Example:
         >>> import torch, meshdist as md
@@ -286,15 +281,15 @@ def device_put(
     if root is not None:
         return _put_from_root(x, where, root)
     if isinstance(x, ShardedArray):
-        local = as_tensor(x.local, argument="x", verb="device_put", writable=False)
+        local = as_tensor(x.local, argument="x", operation="device_put", writable=False)
         check_replicas(local, x.mesh, x.sharding.replicated_axes, f"put {x.shape}", bool(check))
         return x.reshard(where)
-    tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
+    tensor = as_tensor(x, argument="x", operation="device_put", writable=False)
     library = library_of(x)
     if library == "torch":
         tensor = tensor.to(mesh_device(where.mesh))
     shape = tuple(tensor.shape)
-    where.placement(shape)  # raises before anything is sent
+    where.placement(shape)  # Raise before anything is sent.
     check_replicas(
         tensor, where.mesh, where.mesh.axis_names, f"device_put as {where.spec!r}", check
     )
@@ -311,33 +306,33 @@ def _moved(
     """Return the result of a call on ``tensor``, in the library of ``x``.
 
     Args:
-        key: under which the mesh keeps the move of such a call: the verb, the pattern or sharding,
-            the target sharding or None, the local shape, the whole shape or None, the sizes.
+        key: of the mesh's cache: the collective, the pattern or sharding, the target sharding or
+            None, the local shape, the global shape or None, the sizes.
     """
-    verb, pattern = key[:2]
+    operation, pattern = key[:2]
     mesh = given_mesh
     if mesh is None:
-        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
+        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(operation)
     found = mesh.caches.find(Move, key) if isinstance(mesh, DeviceMesh) else None
     if found is None:
         ends = _find_ends(key, given_mesh)
-        found = mesh.caches.keep(Move, key, Move(*ends, verb=verb))
+        found = mesh.caches.keep(Move, key, Move(*ends, operation=operation))
     try:
         return like(found(tensor, check), x)
-    except AgreementError as error:
+    except MismatchError as error:
         _add_sizes(error, key)
         raise
 
 
-def _add_sizes(error: AgreementError, key: tuple[Any, ...]) -> None:
-    """Add the sizes to give to the fix of ``error`` if ranks took different wholes by their parts.
+def _add_sizes(error: MismatchError, key: tuple[Any, ...]) -> None:
+    """Add the missing sizes to the fix of ``error`` if ranks inferred different global shapes.
 
-    Example: of "b@dp d -> b d@dp" rank 0 shows "... of shape (6, 4)", and rank 1 "... of shape
-    (8, 4)", since each took its own 3 or 4 rows twice: b=... says it.
+    Example: for "b@dp d -> b d@dp" rank 0 infers shape (6, 4) and rank 1 (8, 4), each twice its
+    own 3 or 4 rows; the fix asks for b=...
     """
     _, pattern, _, _, shape, *sizes = key
-    titles = set(re.findall(r" of (\S.* of shape )(\([\d, ]*\))", error.found or ""))
-    if shape is not None or len({title for title, _ in titles}) != 1 or len(titles) == 1:
+    op_names = set(re.findall(r" of (\S.* of shape )(\([\d, ]*\))", error.found or ""))
+    if shape is not None or len({op_name for op_name, _ in op_names}) != 1 or len(op_names) == 1:
         return
     missing = "shape=(...)"
     if isinstance(pattern, str):
@@ -345,7 +340,7 @@ def _add_sizes(error: AgreementError, key: tuple[Any, ...]) -> None:
         names = [dim.names[0] for dim in dims if dim.names[0] not in dict(sizes)]
         missing = ", ".join(f"{name}=..." for name in names if name.isidentifier()) or missing
     error.add_fix(
-        "where parts are uneven, give the size of the whole, the sum of all parts, on every rank: "
+        "if the parts are uneven, pass the global size, the sum of all parts, on every rank: "
         f"{missing}"
     )
 
@@ -353,24 +348,24 @@ def _add_sizes(error: AgreementError, key: tuple[Any, ...]) -> None:
 def _find_ends(
     key: tuple[Any, ...], given_mesh: DeviceMesh | None
 ) -> tuple[NamedSharding, NamedSharding, tuple[int, ...], str | None]:
-    """Return source, target, whole shape, and the pattern of which both are sides, or None."""
-    verb, pattern, target, local_shape, shape, *pairs = key
-    mesh, sizes = _mesh_of(verb, pattern, given_mesh), dict(pairs)
+    """Return source, target, global shape, and the pattern that states both, or None."""
+    operation, pattern, target, local_shape, shape, *pairs = key
+    mesh, sizes = _mesh_of(operation, pattern, given_mesh), dict(pairs)
     here: dict[str, Any] = {"local_shape": tuple(local_shape), "rank": mesh.get_rank()}
     try:
-        if verb == "shard":
+        if operation == "shard":
             if not isinstance(pattern, NamedSharding):
                 pattern = NamedSharding.from_pattern(pattern, mesh, shape, sizes)
             return NamedSharding(mesh, P()), pattern, shape, None
         if isinstance(pattern, NamedSharding):
-            if verb == "reshard":
+            if operation == "reshard":
                 _check_target(target, sizes)
             else:
                 target = NamedSharding(mesh, P())
             shape = pattern.whole_shape(local_shape) if shape is None else shape
-            check_shard(verb, pattern, shape, tuple(local_shape))
+            check_shard(operation, pattern, shape, tuple(local_shape))
             return pattern, target, shape, None
-        if verb == "unshard":
+        if operation == "unshard":
             source = NamedSharding.from_pattern(pattern, mesh, shape, sizes, **here)
             return source, NamedSharding(mesh, P()), source.parts.shape, None
         source, target = shardings_of_sides(pattern, mesh, shape, sizes, **here)
@@ -382,41 +377,40 @@ def _find_ends(
 def _check_target(target: object, sizes: Mapping[str, int]) -> None:
     if not isinstance(target, NamedSharding):
         raise KindError(
-            "reshard from a NamedSharding needs another to go to",
+            "reshard from a NamedSharding needs a target NamedSharding",
             expected="reshard(x, source, target)",
             found=f"a {type(target).__name__} as target",
         )
     if sizes:
         raise ArgumentError(
-            "reshard between NamedShardings knows no dims by name",
+            "reshard between NamedShardings takes no sizes by name",
             found=", ".join(f"{name}={size}" for name, size in sizes.items()),
-            fix="give the shape of the whole array: shape=(...)",
+            fix="pass the global shape: shape=(...)",
         )
     get_mesh("reshard", target.mesh)
 
 
-def _mesh_of(verb: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:
+def _mesh_of(operation: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:
     if not isinstance(pattern, NamedSharding):
-        return get_mesh(verb, mesh)
+        return get_mesh(operation, mesh)
     if mesh is not None and mesh != pattern.mesh:
         raise ArgumentError(
-            f"{verb}: a NamedSharding has a mesh of its own",
+            f"{operation}: mesh= is not the mesh of the NamedSharding",
             expected=f"{pattern.mesh!r}, or none",
             found=f"mesh={mesh!r}",
-            fix="leave mesh out",
+            fix="leave mesh= out",
         )
-    return get_mesh(verb, pattern.mesh)
+    return get_mesh(operation, pattern.mesh)
 
 
 # -- one rank that holds the whole ----------------------------------------------------------------
 
 
-def _checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
-    """Return the root as a whole number, or raise unless it is a rank of the mesh."""
-    rank = get_whole_number(root, f"{verb}: root", expected="a rank")
+def _checked_root(root: Any, operation: str, mesh: DeviceMesh) -> int:
+    rank = get_integer(root, f"{operation}: root", expected="a rank")
     if mesh.layout.coordinate_of(rank) is None:
         raise NotInGroupError(
-            f"{verb}: the mesh does not hold the root, rank {rank}",
+            f"{operation}: the mesh does not contain the root, rank {rank}",
             where=f"rank {mesh.get_rank()}, mesh ({mesh.layout.axis_text()})",
             expected=f"one of {ranks_text(mesh.layout.ranks().ravel().tolist())}",
         )
@@ -426,26 +420,27 @@ def _checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
 def _gathered(
     x: torch.Tensor, source: NamedSharding, shape: tuple[int, ...], root: int
 ) -> torch.Tensor | None:
-    """Return the whole array on the root, in new memory; None on all other ranks."""
+    """Return the global array on the root, in new memory; None on all other ranks."""
     mesh, whole = source.mesh, NamedSharding(source.mesh, P())
-    title = f"{move_title(source, whole, shape)} on rank {root}"
+    op_name = f"{move_title(source, whole, shape)} on rank {root}"
     if x.requires_grad and torch.is_grad_enabled():
         raise GradientError(
             "unshard with a root has no gradient",
-            where=title,
-            expected="a tensor that needs none: ranks without a result have no backward",
-            fix="pass local.detach(), or leave root out: every rank then holds the whole",
+            where=op_name,
+            expected="a tensor without requires_grad, since ranks without a result have no "
+            "backward",
+            fix="pass local.detach(), or leave root= out, so that every rank gets the global array",
         )
-    if source.spec.unreduced:  # summands are added first, scattered over their axes
+    if source.spec.unreduced:  # Add partial sums first, scattered over their axes.
         axes = source.layout.axis_indices(tuple(source.spec.unreduced))
         target = cut_further(source, shape, tuple(sorted(axes))) if shape else whole
-        x, source = Move(source, target, shape, verb="unshard")(x), target
-    return gather_to_root(x, mesh, source.placement(shape), root, title)
+        x, source = Move(source, target, shape, operation="unshard")(x), target
+    return gather_to_root(x, mesh, source.placement(shape), root, op_name)
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """The facts of the root's array that the other ranks receive: shape, dtype, library."""
+    """The shape, dtype and library of the root's array, which the other ranks receive."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -458,11 +453,11 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     rank = _checked_root(root, "device_put", mesh)
     place = mesh.open_group().ranks.index(rank)
     tensor, facts = _share_facts(x, target, place, is_root=mesh.get_rank() == rank)
-    # A scalar has no dim to be cut among replicas.
+    # A scalar has no dim to divide among replicas.
     shape = facts.shape or (1,)
     wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
     lying = target if facts.shape else wide
-    free = lying.placement(shape).free_axes  # what replicas will hold is cut among them
+    free = lying.placement(shape).free_axes  # Replicas receive distinct parts along these.
     source = cut_further(lying, shape, free)
     device = mesh_device(mesh) if facts.library != "numpy" else torch.device("cpu")
     if tensor is None:
@@ -470,9 +465,9 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
         tensor.requires_grad_(facts.requires_grad)
     else:
         tensor = tensor.to(device).reshape(shape)
-    title = f"device_put {source.spec!r} of {shape} from rank {rank}"
+    op_name = f"device_put {source.spec!r} of {shape} from rank {rank}"
     with HiddenFromModes() if find_context() is not None else nullcontext():
-        own = mark_spec(scatter(tensor, mesh, source.placement(shape), rank, title), source.spec)
+        own = mark_spec(scatter(tensor, mesh, source.placement(shape), rank, op_name), source.spec)
     local = move(own, source, lying, shape)
     if not facts.shape:
         local = local.reshape(())
@@ -482,7 +477,7 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
 def _share_facts(
     x: Any, target: NamedSharding, place: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
-    """Return (root's tensor, else None; facts of it); raise the root's errors on all ranks."""
+    """Return (root's tensor, else None; its facts); raise the root's errors on all ranks."""
     told: list[Any] = [None]
     tensor = None
     if is_root:
@@ -498,22 +493,21 @@ def _share_facts(
 
 
 def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
-    """Return the root's array as a tensor, or raise where it cannot have the sharding."""
     where = f"the root, {mesh_text(target.mesh)}"
     if x is None or isinstance(x, ShardedArray):
         raise KindError(
-            "device_put: the root holds no whole array",
+            "device_put: the root passed no global array",
             where=where,
-            expected="the whole, as an array, on the root",
+            expected="the global array on the root",
             found="None" if x is None else "a ShardedArray",
-            fix="pass it there, or name the rank that has it: root=..."
+            fix="pass it on the root, or pass the rank that has it: root=..."
             if x is None
-            else "leave root= out: a sharded array lies on all ranks",
+            else "leave root= out, since all ranks hold a ShardedArray",
         )
-    tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
+    tensor = as_tensor(x, argument="x", operation="device_put", writable=False)
     target.placement(tuple(tensor.shape))
     if target.spec.unreduced and tensor.dtype == torch.bool:
         raise ArgumentError(
-            "device_put: bool values have no summands", where=where, found=repr(target.spec)
+            "device_put: bool values cannot be partial sums", where=where, found=repr(target.spec)
         )
     return tensor

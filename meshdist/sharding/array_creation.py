@@ -1,4 +1,4 @@
-"""Sharded arrays made in place: each rank makes its own shard; what is drawn is compared."""
+"""Create sharded arrays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arguments import get_shape, get_whole_number
+from ..arguments import get_integer, get_shape
 from ..arrays import Array, as_tensor, like as as_array_of, shape_text
-from ..collectives.comparing import agree
+from ..collectives.value_comparison import agree
 from ..dtypes import dtype_name
 from ..errors import (
     ArgumentError,
@@ -54,12 +54,12 @@ def draw_box(
     *,
     piece: int | None = _PIECE,
 ) -> torch.Tensor:
-    """Return the part ``box`` of an array whose numbers ``draw`` draws, in row-major order.
+    """Return the part ``box`` of an array that ``draw`` fills in row-major order.
 
     Args:
-        draw: returns so many new numbers, in one dim.
-        piece: so many numbers are drawn at a time, a multiple of 16; None draws all at once, since
-            CUDA's numbers depend on the length of the whole.
+        draw: returns that many new numbers, as a 1-D tensor.
+        piece: the count of numbers in a draw, a multiple of 16; None draws all in one call, since
+            CUDA's numbers depend on the total length.
 
     Example:
         >>> numbers = iter(range(100))
@@ -69,9 +69,9 @@ def draw_box(
         tensor([[13, 14],
                 [17, 18]])
     """
-    # Generators draw in sequence, so every rank draws all numbers. On the CPU the numbers of pieces
-    # are those of the whole where no piece is shorter than 16: torch draws normal numbers in blocks
-    # of 16, and the last 16 anew where the length is no multiple.
+    # Generators draw in sequence, so every rank draws all numbers. torch's CPU generator draws
+    # normal numbers in blocks of 16 and redraws the last 16 if the length is not a multiple.
+    # Pieces of at least 16 therefore yield the same numbers as one draw.
     count = math.prod(shape)
     if piece is None or count < piece + _BLOCK:
         return draw(count).view(tuple(shape))[index_of(box)].clone()
@@ -89,7 +89,7 @@ def draw_box(
 
 
 def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
-    """Return the number of a box's elements before ``place`` in the whole's row-major order.
+    """Return the number of a box's elements before ``place`` in row-major order.
 
     Example:
         >>> _num_before(7, (3, 4), ((0, 3), (1, 3)))
@@ -107,7 +107,7 @@ def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
 
 
 def _places(first: int, stop: int, shape: Sequence[int], box: Box) -> torch.Tensor:
-    """Return the places of a box's elements ``first`` to ``stop`` in the row-major whole."""
+    """Return the row-major indices of a box's elements ``first`` to ``stop``."""
     rest = torch.arange(first, stop, device="cpu")
     places = torch.zeros_like(rest)
     stride = 1
@@ -129,20 +129,20 @@ def zeros(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array of zeros, of which every rank makes its own shard.
+    """Create a sharded array of zeros; every rank creates its own shard.
 
     Args:
-        shape: of the whole.
-        dtype: a dtype of torch or NumPy, or its name. None: that of ``like``, else the library's
-            default. A dtype of NumPy's makes NumPy arrays.
-        sharding: how the array lies; a ``PartitionSpec`` alone takes the mesh in force.
-        device: of torch tensors; None takes that of ``like``, else the mesh's.
-        like: an array whose library the shards are of: torch, NumPy or CuPy; None makes tensors.
+        shape: the global shape.
+        dtype: of torch or NumPy, or its name; a NumPy dtype creates NumPy arrays. None takes the
+            dtype of ``like``, else the library's default.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
+        device: the device of torch tensors; None takes the device of ``like``, else the mesh's.
+        like: an array of the library to use (torch, NumPy or CuPy); None creates tensors.
 
-    Cost: nothing is sent; the memory is the shard's.
+    Cost: nothing is sent; each rank allocates its shard.
 
     Raises:
-        KindError, MeshError, NotInGroupError: as ``ShardedArray`` does of its sharding.
+        KindError, MeshError, NotInGroupError: as ``ShardedArray``, for the sharding.
         ShapeError: the sharding does not fit the shape. DtypeError: the library has no such dtype.
 
     Example:
@@ -166,9 +166,9 @@ def ones(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array in which every element is 1, of which every rank makes its own shard. See ``zeros``.
+    """Create a sharded array filled with 1. See ``zeros``.
 
-    Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
+    Along unreduced axes, coordinate 0 has the values and the others have zeros.
     """
     making, where, shape = _begin("ones", shape, dtype, sharding, device, like)
     make = making.module.ones if _holds_values(where, shape) else making.module.zeros
@@ -184,15 +184,15 @@ def full(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array with one value everywhere, of which every rank makes its own shard. See ``zeros``.
+    """Create a sharded array filled with a value. See ``zeros``.
 
-    Along axes over which it is unreduced coordinate 0 holds the value, and all others zeros.
+    Along unreduced axes, coordinate 0 has the value and the others have zeros.
 
     Args:
-        fill_value: a number; it gives the dtype where nothing else does.
+        fill_value: a number; it sets the dtype if ``dtype`` and ``like`` are None.
     """
     if not isinstance(fill_value, Number):
-        raise KindError("full: fill_value is a number", found=repr(fill_value))
+        raise KindError("full: fill_value must be a number", found=repr(fill_value))
     making, where, shape = _begin("full", shape, dtype, sharding, device, like)
     value = fill_value if _holds_values(where, shape) else type(fill_value)(0)
     local = making.module.full(_local_shape(where, shape), value, **making.options())
@@ -207,7 +207,7 @@ def empty(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array whose values are not set, of which every rank makes its own shard. See ``zeros``."""
+    """Create an uninitialized sharded array. See ``zeros``."""
     making, where, shape = _begin("empty", shape, dtype, sharding, device, like)
     local = making.module.empty(_local_shape(where, shape), **making.options())
     return ShardedArray(local, where, shape)
@@ -222,24 +222,23 @@ def randn(
     like: Array | None = None,
     generator: Any = None,
 ) -> ShardedArray:
-    """An array of normal numbers: the shards of what one device would draw with the same seed.
+    """Draw a sharded array of normal numbers, equal to one device's draw with the same seed.
 
-    Every rank's generator must be in the same state, as after ``md.seed(0)``; it is left in the
-    same state, as if the whole had been drawn. Along axes over which the array is unreduced
-    coordinate 0 holds the numbers, and all others zeros.
+    Every rank's generator must be in the same state, for example after ``md.seed(0)``. It advances
+    as if it had drawn the global array. Along unreduced axes, coordinate 0 has the numbers and the
+    others have zeros.
 
     Args:
         shape, dtype, sharding, device, like: as for ``zeros``.
-        generator: a ``torch.Generator`` or a ``numpy.random.Generator``; None takes the library's
-            own.
+        generator: a ``torch.Generator`` or a ``numpy.random.Generator``; None takes the library's.
 
-    Cost: the first numbers are compared. Every rank draws all numbers of the whole. On the CPU it
-        does so in pieces of some MiB, and its memory is the shard's; on other devices, and in CuPy,
-        the whole is there for a moment.
+    Cost: ranks compare the first numbers, and every rank draws all numbers. The CPU draws in
+        pieces of some MiB, and needs memory for the shard only. Other devices and CuPy allocate
+        the global array temporarily.
 
     Raises:
-        As ``zeros``. DtypeError: no floating or complex dtype. UnequalError: on every rank, where
-        generators are not in one state.
+        As ``zeros``. DtypeError: the dtype is not floating or complex. UnequalError: on every
+        rank, if generator states differ.
 
     Example:
         >>> import torch, meshdist as md
@@ -277,22 +276,22 @@ def make_array_from_callback(
     *,
     dtype: Any = None,
 ) -> ShardedArray:
-    """An array of which each rank's callback gives the shard, as from a file.
+    """Create a sharded array from a callback that returns each rank's shard.
 
     Args:
-        shape: of the whole.
-        sharding: how it lies; a ``PartitionSpec`` alone takes the mesh in force.
-        data_callback: called once, with the slices that take this rank's shard out of the whole;
-            returns that shard: an array of any library, or what NumPy can make an array of.
+        shape: the global shape.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
+        data_callback: called once with the slices of this rank's shard in the global array;
+            returns the shard, an array of any library or input of ``numpy.asarray``.
         dtype: to convert the data to; None keeps theirs.
 
-    Returns: an array that shares the memory of the callback's data where none is converted. Along
-        axes over which it is unreduced coordinate 0 holds the data, and all others zeros.
+    Returns: an array that shares the data's memory unless they are converted. Along unreduced
+        axes, coordinate 0 has the data and the others have zeros.
 
     Cost: nothing is sent.
 
     Raises:
-        As ``zeros``. ShapeError: the data are no shard of that shape.
+        As ``zeros``. ShapeError: the data do not have the shard's shape.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -311,15 +310,15 @@ def make_array_from_callback(
     box = where.box(where.mesh.get_rank(), shape)
     data = data_callback(index_of(box))
     data = data if hasattr(data, "shape") else np.asarray(data)
-    as_tensor(data, argument="what data_callback returned", verb=call, writable=False)
+    as_tensor(data, argument="what data_callback returned", operation=call, writable=False)
     wanted = _local_shape(where, shape)
     if tuple(data.shape) != wanted:
         raise ShapeError(
-            f"{call}: data_callback returned no shard of the whole",
+            f"{call}: data_callback returned an array of the wrong shape",
             where=f"{mesh_text(where.mesh)}, {box_text(box)} of shape {shape_text(shape)}",
             expected=f"shape {shape_text(wanted)}",
             found=f"shape {shape_text(data.shape)}",
-            fix="return whole[index]",
+            fix="return global_array[index], with the index that data_callback receives",
         )
     if dtype is not None:
         wanted_dtype = Making.of(call, where.mesh, dtype, None, data).dtype
@@ -336,20 +335,20 @@ def make_array_from_process_local_data(
     local_data: Array,
     global_shape: Sequence[int | None] | None = None,
 ) -> ShardedArray:
-    """An array of which each rank has its shard already, or the whole along some dims.
+    """Create a sharded array from each rank's shard, which may be global along some dims.
 
     Args:
-        sharding: how it lies; a ``PartitionSpec`` alone takes the mesh in force.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
         local_data: this rank's part, an array of any library.
-        global_shape: of the whole; None, or None for a dim, takes the shard's size times the number
-            of shards. Where ``local_data`` has a dim in full, this rank's part of it is taken.
+        global_shape: None, or None for a dim, multiplies the shard's size by the shard count. If
+            ``local_data`` has a dim in full, it is sliced.
 
     Returns: an array that shares the memory of ``local_data``.
 
     Cost: nothing is sent.
 
     Raises:
-        As ``zeros``. ShapeError: ``local_data`` has neither the shard's size nor the whole's.
+        As ``zeros``. ShapeError: ``local_data`` has neither the local nor the global size.
         LengthError: not one size per dim.
 
     Example:
@@ -363,7 +362,7 @@ def make_array_from_process_local_data(
     """
     call = "make_array_from_process_local_data"
     where = checked_sharding(sharding, call)
-    as_tensor(local_data, argument="local_data", verb=call, writable=False)
+    as_tensor(local_data, argument="local_data", operation=call, writable=False)
     if global_shape is None:
         return ShardedArray(local_data, where)
     if len(global_shape) != local_data.ndim:
@@ -375,7 +374,7 @@ def make_array_from_process_local_data(
     shape = tuple(
         (sum(where.shard_sizes.get(dim, ())) or size * plain.dims[dim].num_cells)
         if given is None
-        else get_whole_number(given, f"{call}: a size of global_shape", 0)
+        else get_integer(given, f"{call}: a size of global_shape", 0)
         for dim, (given, size) in enumerate(zip(global_shape, local_data.shape, strict=True))
     )
     index = [
@@ -387,7 +386,7 @@ def make_array_from_process_local_data(
     return ShardedArray(local_data[tuple(index)], where, shape)
 
 
-# -- what the calls have in common ----------------------------------------------------------------
+# -- shared by all calls --------------------------------------------------------------------------
 
 
 def _begin(
@@ -420,19 +419,19 @@ def _check_can_be_drawn(dtype: Any) -> None:
         (dtype.is_floating_point or dtype.is_complex) if is_torchs else dtype.kind == "f"
     ):
         raise DtypeError(
-            "randn draws no whole numbers",
+            "randn cannot draw integers",
             expected="a floating dtype" + (", or a complex one" if is_torchs else ""),
             found=str(dtype),
         )
 
 
 def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tensor], bool]:
-    """Return a function that draws a count of normal numbers, and whether it may draw in pieces."""
+    """Return a function to draw n normal numbers, and whether it may draw pieces."""
     kinds: dict[str, Any] = {"torch": torch.Generator, "numpy": np.random.Generator}
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):
         raise KindError(
-            f"randn: shards of {making.library} are not drawn from a {type(generator).__name__}",
+            f"randn cannot draw shards of {making.library} from a {type(generator).__name__}",
             expected="the library's own" if expected is None else f"a {expected.__qualname__}",
         )
     if making.library == "torch":
@@ -450,20 +449,21 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
 def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
     """Raise on all ranks if the ranks' ``first`` drawn numbers differ; collective."""
     numbers = f"{', '.join(map(str, first))}, ..."
-    difference = agree(mesh.open_group(), {"": numbers}, {}, title="randn")
+    difference = agree(mesh.open_group(), {"": numbers}, {}, op_name="randn")
     if difference:
         raise UnequalError(
             "randn: the ranks' generators draw different numbers",
             where=f"mesh ({mesh.layout.axis_text()})",
-            expected="generators in one state: each rank draws the whole, and keeps its part",
+            expected="generators in the same state, since each rank draws the global array and "
+            "keeps its part",
             found=difference.found,
-            fix="md.seed(0) on every rank, before the first draw",
+            fix="call md.seed(0) on every rank before the first draw",
         )
 
 
 def _as_tensor(array: Array, dtype: Any) -> torch.Tensor:
     converted = array if dtype is None else array.astype(dtype, copy=False)
-    return as_tensor(converted, argument="drawn", verb="randn")
+    return as_tensor(converted, argument="drawn", operation="randn")
 
 
 @dataclass(frozen=True)
@@ -471,14 +471,14 @@ class Making:
     """The library, dtype and device of new arrays."""
 
     library: str  # "torch", "numpy" or "cupy"
-    dtype: Any  # None leaves it to the library
-    device: torch.device  # of tensors alone: CuPy's arrays lie on CuPy's current device
+    dtype: Any  # None takes the library's default.
+    device: torch.device  # of tensors only: CuPy arrays use CuPy's current device
 
     @classmethod
     def of(cls, call: str, mesh: DeviceMesh, dtype: Any, device: Any, like: Any) -> Making:
-        """Return the checked library, dtype and device of ``call``, by ``like`` if None."""
+        """Return checked library, dtype and device, by default from ``like``."""
         if like is not None:
-            as_tensor(like, argument="like", verb=call, writable=False)
+            as_tensor(like, argument="like", operation=call, writable=False)
             library = library_of(like)
             dtype = like.dtype if dtype is None else dtype
         else:
@@ -496,11 +496,10 @@ class Making:
 
     @property
     def module(self) -> Any:
-        """The module of the library, imported."""
         return import_module(self.library)
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments dtype and device for the library's constructors."""
+        """Return dtype and device as the library's keyword arguments."""
         made = {} if self.dtype is None else {"dtype": self.dtype}
         return {**made, "device": self.device} if self.library == "torch" else made
 
@@ -513,17 +512,14 @@ def library_of(array: Array) -> str:
 
 
 def in_library(tensor: torch.Tensor, library: str) -> Array:
-    """Return ``tensor`` as an array of ``library``, in the same memory."""
     return tensor if library == "torch" else as_array_of(tensor, import_module(library).empty(0))
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank's tensors on ``mesh``."""
     return select_device(mesh.device_type, mesh.world) or torch.device(mesh.device_type)
 
 
 def _dtype_in(library: str, dtype: Any, call: str) -> Any:
-    """Return ``dtype``, of any library or a name, as a dtype of ``library``; or raise."""
     if dtype is None or (library == "torch" and isinstance(dtype, torch.dtype)):
         return dtype
     if isinstance(dtype, torch.dtype):
@@ -532,7 +528,7 @@ def _dtype_in(library: str, dtype: Any, call: str) -> Any:
         try:
             name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         except TypeError:
-            raise KindError(f"{call} takes no {dtype!r} as a dtype") from None
+            raise KindError(f"{call} cannot use {dtype!r} as a dtype") from None
     if library == "torch":
         found = getattr(torch, name, None)
         if not isinstance(found, torch.dtype):

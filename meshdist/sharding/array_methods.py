@@ -1,7 +1,7 @@
-"""One rank's shard of an array: what it is, how it is sliced and summed.
+"""Slice and sum one rank's shard of an array.
 
-A slice moves nothing. So a sharded dim may be sliced, after which its cells have sizes of their
-own, but no single element can be taken out of it: that would lie on one rank alone.
+Slicing moves nothing. So a sharded dim can be sliced, which gives uneven shard sizes, but a single
+element cannot be taken from it, because only one rank would hold it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arguments import find_whole_numbers
+from ..arguments import find_integers
 from ..arrays import Array
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, KindError, LengthError
@@ -24,17 +24,17 @@ from ..mesh.spec import NamedSharding, sharding_of
 
 @dataclass(frozen=True)
 class Slicing:
-    """An index into this rank's shard for an index into the whole, and the result's dims."""
+    """An index into this rank's shard for a global index, and the result's dims."""
 
     local: tuple[Any, ...]
     dims: tuple[DimSplit, ...]
 
 
 def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
-    """Return the index of the shard that covers ``box`` for an index of the whole array.
+    """Return the index of the shard that covers ``box`` for an index of the global array.
 
     Args:
-        index: slices, whole numbers, ``...`` and None, or a tuple of them.
+        index: slices, integers, ``...`` and None, or a tuple of them.
 
     Example:
         >>> dims = DimSplit(8, (0,), (2,)), DimSplit(3)
@@ -63,7 +63,7 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
                     raise _reversed_dim(part, at)
                 begin, end = box[at]
                 first, stop = _num_below(wanted, np.asarray((begin, end))).tolist()
-                own = slice(0, 0)  # in the shard, which starts at ``begin``
+                own = slice(0, 0)  # relative to the shard, which starts at ``begin``
                 if first < stop:
                     own = slice(wanted[first] - begin, wanted[stop - 1] - begin + 1, wanted.step)
                 local.append(own)
@@ -88,7 +88,7 @@ def _num_below(wanted: range, places: Any) -> Any:
 
 
 def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
-    """Return ``index`` as a list of slices, ints and None, "..." written out; raise if unfit."""
+    """Return ``index`` as slices, ints and None, with "..." expanded; raise if it is invalid."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         if part is None or part is Ellipsis or isinstance(part, slice):
@@ -117,18 +117,18 @@ def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
 
 def _foreign_part(part: Any) -> KindError:
     return KindError(
-        f"a sharded array takes no {type(part).__name__} as an index",
-        expected="slices, whole numbers, `...` and None",
-        fix="index what this rank holds, x.local[...], or the whole, x.full()[...]",
+        f"a sharded array cannot be indexed with a {type(part).__name__}",
+        expected="slices, integers, `...` and None",
+        fix="index this rank's shard, x.local[...], or the global array, x.full()[...]",
     )
 
 
 def _reversed_dim(part: slice, dim: int) -> ArgumentError:
     return ArgumentError(
-        f"dim {dim} is sharded and cannot be turned round: its elements would change ranks",
+        f"dim {dim} is sharded and cannot be reversed, because its elements would change ranks",
         expected="a positive step",
         found=f"step {part.step}",
-        fix=f"reshard x so that dim {dim} is whole first",
+        fix=f"first reshard x so that dim {dim} is not sharded",
     )
 
 
@@ -140,9 +140,10 @@ def _element_of_sharded_dim(
         shown.pop()
     shown[place] = f"{number}:{number + 1}"
     return ArgumentError(
-        f"element {number} of dim {dim} lies on some ranks only: dim {dim} is sharded",
-        expected="a slice of a sharded dim; a number only of a dim that is whole",
-        fix=f"keep the dim, x[{', '.join(shown)}], or reshard x so that dim {dim} is whole first",
+        f"element {number} of dim {dim} is on some ranks only, because dim {dim} is sharded",
+        expected="a slice of a sharded dim; a number only for a dim that is not sharded",
+        fix=f"keep the dim, x[{', '.join(shown)}], or first reshard x so that dim {dim} is not "
+        "sharded",
     )
 
 
@@ -154,7 +155,7 @@ def _part_text(part: Any) -> str:
 
 
 def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
-    """Return the dims to sum over, sorted and not negative; None stands for all dims.
+    """Return the dims to sum over, sorted and non-negative; None means all dims.
 
     Example:
         >>> checked_dims(-1, 3, "sum"), checked_dims(None, 2, "sum")
@@ -162,9 +163,9 @@ def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
     """
     if dims is None:
         return tuple(range(ndim))
-    given = find_whole_numbers(dims if isinstance(dims, (tuple, list)) else (dims,))
+    given = find_integers(dims if isinstance(dims, (tuple, list)) else (dims,))
     if given is None:
-        raise KindError(f"{call} takes dims by number", found=repr(dims))
+        raise KindError(f"{call} takes dims as integers", found=repr(dims))
     found = [dim + ndim if dim < 0 else dim for dim in given]
     if len(set(found)) < len(found) or not all(0 <= dim < ndim for dim in found):
         raise ArgumentError(
@@ -177,7 +178,7 @@ def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
 def summed_sharding(
     shape: tuple[int, ...], sharding: NamedSharding, dims: Sequence[int], *, keepdim: bool
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Return shape and sharding of a sum, which is unreduced over the axes that cut ``dims``."""
+    """Return the shape and sharding of a sum, unreduced over the axes that cut ``dims``."""
     placement = sharding.placement(shape)
     names = sharding.layout.names or ()
     kept = [
@@ -197,7 +198,7 @@ def summed_sharding(
 def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: Any) -> Array:
     """Return the sum of a shard over ``dims``; () sums over no dim."""
     if isinstance(local, torch.Tensor):
-        if not dims:  # to torch, no dims are all dims
+        if not dims:  # torch reads an empty tuple as all dims.
             return local.sum(dtype=dtype) if local.ndim == 0 else local.to(dtype or local.dtype)
         return local.sum(dims, keepdim=keepdim, dtype=dtype)
     return local.sum(axis=dims, keepdims=keepdim, dtype=dtype)
@@ -206,14 +207,14 @@ def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: A
 def mean_of_shard(
     local: Array, dims: tuple[int, ...], count: int, *, keepdim: bool, dtype: Any
 ) -> Array:
-    """Return the shard's sum over ``dims`` divided by ``count``, its summand of the mean."""
-    # Halves are summed as float32, as the libraries do: the sum may be larger than any half.
+    """Return the shard's partial sum of the mean: its sum over ``dims`` divided by ``count``."""
+    # torch and NumPy sum halves in float32, because the sum can exceed the range of a half.
     if isinstance(local, torch.Tensor):
         result = dtype or local.dtype
         if not (result.is_floating_point or result.is_complex):
             raise DtypeError(
                 f"mean of {dtype_name(result)}: torch takes means of floating dtypes only",
-                fix="say which: x.mean(dtype=torch.float32)",
+                fix="pass a floating dtype: x.mean(dtype=torch.float32)",
             )
         wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
         return (sum_of_shard(local, dims, keepdim=keepdim, dtype=wide) / count).to(result)
@@ -227,11 +228,11 @@ def mean_of_shard(
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The part of an array that one rank holds.
+    """A rank's part of an array.
 
     Args:
-        index: the slices that take it out of the whole array.
-        replica: the number of this copy; the rank with 0 saves it.
+        index: the slices that take the part out of the global array.
+        replica: the number of this copy; the rank with replica 0 saves it.
     """
 
     index: tuple[slice, ...]

@@ -1,20 +1,20 @@
-"""Describe sharded arrays and meshes: types as text, and pictures of the part of each rank."""
+"""Describe sharded arrays and meshes as text and pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..annotations.axis_types import type_text
-from ..annotations.carried_specs import dims_text
+from ..annotations.tensor_specs import dims_text
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.drawing import draw, draw_svg
 from ..mesh.placement import box_text
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.refusals import type_as_text
+from ..mesh.visualize import draw, draw_svg
+from ..typed_mode.type_errors import type_as_text
 
 
 def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> str:
-    """Return the type of an array as text, with the axes of each dim: ``float32[8@dp, 4]{U:tp}``.
+    """Return an array's type as text, with the axes of each dim: ``float32[8@dp, 4]{U:tp}``.
 
     Example:
         >>> from meshdist import Layout, P
@@ -28,13 +28,13 @@ def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> 
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """Return this rank, its coordinate and the mesh as "rank 1 (dp=0, tp=1) of mesh (...)"."""
+    """Return this rank and its mesh as "rank 1 (dp=0, tp=1) of mesh (...)"."""
     rank = mesh.get_rank()
     return f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of mesh ({mesh.layout.axis_text()})"
 
 
 class Drawing(str):
-    """A text that consoles and notebooks show without quotes."""
+    """Text that consoles and notebooks show without quotes."""
 
     __slots__ = ()
 
@@ -60,11 +60,11 @@ def draw_sharding(
     width: int | None = None,
     ascii_only: bool | None = None,
 ) -> str:
-    """Return an array's type and its mesh as text, with a letter for the part that each rank has.
+    """Return an array's type and its mesh as text, with a letter for each rank's part.
 
     Args:
         rank: a rank to put in brackets.
-        width, ascii_only: as ``draw`` takes them.
+        width, ascii_only: as for ``draw``.
 
     Example:
         >>> from meshdist import Layout, P
@@ -98,7 +98,7 @@ def draw_sharding_svg(
     rank: int | None = None,
     width: int = 900,
 ) -> str:
-    """Return ``draw_sharding``'s drawing of its arguments as SVG, at most ``width`` pixels wide."""
+    """Return ``draw_sharding``'s drawing as SVG, at most ``width`` pixels wide."""
     return draw_svg(
         sharding.layout,
         highlight_rank=rank,
@@ -109,7 +109,7 @@ def draw_sharding_svg(
 
 
 def _part_texts(shape: Sequence[int], sharding: NamedSharding) -> dict[int, str]:
-    """Return, by rank, the box of the whole array that its part covers, as "[4:8, 0:4]"."""
+    """Return, by rank, the block of the global array that it holds, as "[4:8, 0:4]"."""
     placement = sharding.placement(shape)
     layout = sharding.layout
     return {

@@ -1,9 +1,9 @@
-"""DTensors in and out: shardings as torch's placements, and back.
+"""Convert between sharded arrays and torch's DTensor, and between shardings and placements.
 
-torch cuts dims by ``torch.chunk``: all parts are of one size, except that the last parts are short
-or empty, where ours differ by 1 at most. Axes cut a dim in the order of the mesh. Where another
-order is meant, ``_StridedShard`` has the number of shards that axes after this axis made before it
-cuts; a shard is one piece of the whole then only if the sizes divide.
+torch cuts dims by ``torch.chunk``: all parts have one size, except that the last may be short or
+empty; meshdist's sizes differ by at most 1. torch cuts a dim by axes in mesh order. For another
+order, ``_StridedShard`` states how many shards later axes made before. Its shard is one contiguous
+part of the global array only if the sizes divide.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from ..arguments import get_shape
 from ..arrays import as_tensor
-from ..checking.program import program_frame, warn_caller
+from ..checking.call_sites import program_frame, warn_caller
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import (
@@ -48,12 +49,11 @@ _SUMS = ("sum", "avg")
 
 
 def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
-    """Return torch's placement of a sharding along each axis of the mesh.
+    """Return torch's placement along each mesh axis.
 
-    Unreduced axes become ``Partial("sum")``. Where axes cut a dim in another order than the mesh's,
-    the placement is a ``_StridedShard``. What placements cannot say is lost: ``reduced``, which
-    becomes ``Replicate``, and the sizes of shards, for which torch has its own rule. Where the
-    sizes agree, ``from_placements`` is the inverse.
+    Unreduced axes become ``Partial("sum")``, reduced axes ``Replicate``, and axes that cut a dim
+    out of mesh order ``_StridedShard``. Shard sizes are lost. If torch's rule gives the same sizes,
+    ``from_placements`` is the inverse, except for reduced axes.
 
     Example:
         >>> import meshdist as md
@@ -63,6 +63,12 @@ def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
         >>> to_placements(md.NamedSharding(mesh, md.P(("tp", "dp"))))
         (_StridedShard(dim=0, sf=4), Shard(dim=0))
     """
+    if not isinstance(sharding, NamedSharding):
+        raise KindError(
+            "to_placements takes a NamedSharding",
+            found=f"a {type(sharding).__name__}",
+            fix="pass a NamedSharding(mesh, spec)",
+        )
     layout = sharding.layout
     placements: list[Placement] = [Replicate() for _ in range(layout.ndim)]
     for name in sharding.spec.unreduced:
@@ -80,23 +86,23 @@ def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
 def from_placements(
     placements: Sequence[Placement], mesh: Any, shape: Sequence[int]
 ) -> NamedSharding:
-    """Return the sharding of an array of this shape that torch's placements describe.
+    """Return the sharding that torch's placements of an array describe.
 
-    The sizes that torch's rule gives are kept, as ``shard_sizes`` where they are not ours.
-    ``Partial`` becomes unreduced. Of ``Partial("avg")`` the summands are the local values divided
-    by the size of the axis: ``ShardedArray`` takes them so, and ``from_dtensor`` divides.
+    Sizes by torch's rule are kept, as ``shard_sizes`` if meshdist's differ. ``Partial`` becomes
+    unreduced. For ``Partial("avg")`` the partial sums are the local values divided by the axis
+    size: ``from_dtensor`` divides, ``ShardedArray`` expects divided values.
 
     Args:
         placements: a placement for each axis of the mesh; dims may be negative.
         mesh: a ``DeviceMesh`` or a ``Layout``, with named axes.
-        shape: of the whole array.
+        shape: the global shape.
 
     Raises:
-        KindError: something that is no placement, or of a class of which nothing is known.
+        KindError: a value is not a placement, or of an unknown class.
         ArgumentError: a ``Partial`` of another op than sum and avg.
         LengthError: not one placement for each axis.
-        ShapeError: a dim that the array does not have; a ``_StridedShard`` of a dim that does not
-            divide, or beside placements that it does not fit.
+        ShapeError: the array lacks a dim; or a ``_StridedShard`` does not divide, or contradicts
+            the other placements.
         AxisError: the mesh has no axis names.
 
     Example:
@@ -106,11 +112,18 @@ def from_placements(
         {0: (3, 3, 3, 0)}
     """
     layout = get_layout(mesh, "from_placements")
-    shape, names = tuple(shape), _checked_names(layout)
+    shape, names = get_shape(shape, "from_placements"), _checked_names(layout)
+    if not isinstance(placements, (list, tuple)):
+        raise KindError(
+            "from_placements takes a placement for each axis of the mesh",
+            expected="a list or tuple of torch's placements",
+            found=f"{placements!r}, a {type(placements).__name__}",
+            fix="pass for example [Shard(0), Replicate()]",
+        )
     where = f"placements {list(placements)!r} of shape {shape} on mesh ({layout.axis_text()})"
     if len(placements) != layout.ndim:
         raise LengthError(
-            "not one placement for each axis of the mesh",
+            "the number of placements does not match the number of mesh axes",
             where=where,
             expected=f"{layout.ndim} placements",
             found=str(len(placements)),
@@ -126,7 +139,7 @@ def from_placements(
             cuts[_checked_dim(placement, len(shape), where)].append((axis, int(factor)))
         elif type(placement) is not Replicate:
             raise KindError(
-                f"{placement!r} is no placement of which the meaning is known",
+                f"{placement!r} is not a supported placement",
                 where=where,
                 expected="Shard, Replicate or Partial",
                 found=f"a {type(placement).__name__}",
@@ -137,8 +150,8 @@ def from_placements(
 
 
 def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Return ``sharding`` with torch's shard sizes, and its order of axes in uneven dims."""
-    orders = []  # of the axes: torch holds a dim that does not divide in the mesh's order alone
+    """Return ``sharding`` with torch's shard sizes, and its axis order in uneven dims."""
+    orders = []  # torch supports only mesh order for a dim that does not divide.
     for split in sharding.placement(shape).dims:
         divides = split.size % split.num_cells == 0
         orders.append(split.axes if divides else tuple(sorted(split.axes)))
@@ -152,7 +165,7 @@ def _chunked_sharding(
 
     Args:
         orders: by dim, the axes that cut it, major to minor.
-        kinds: has the axes over which the array is unreduced or reduced.
+        kinds: a sharding with the unreduced and reduced axes.
     """
     layout = get_layout(mesh, "from_placements")
     names = _checked_names(layout)
@@ -168,7 +181,7 @@ def _chunked_sharding(
 
 
 def _chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of a dim's cells if ``torch.chunk`` cuts it along each axis in turn."""
+    """Return a dim's shard sizes if ``torch.chunk`` cuts it along each axis in turn."""
     cells = [size]
     for parts in axis_sizes:
         cut = []
@@ -184,14 +197,14 @@ def _axis_order(
 ) -> tuple[int, ...]:
     """Return the axes that cut a dim of ``size``, major first, from pairs (axis, split factor)."""
     order: list[int] = []
-    for axis, factor in reversed(cuts):  # those after this axis are in their order already
+    for axis, factor in reversed(cuts):  # Later axes are in their order already.
         before = [
             math.prod(layout.sizes[other] for other in order[:at]) for at in range(len(order) + 1)
         ]
         if factor not in before:
             raise ShapeError(
-                f"_StridedShard over axis {layout.names and layout.names[axis]!r} does not fit the "
-                "placements after it",
+                f"_StridedShard over axis {layout.names and layout.names[axis]!r} does not match "
+                "the placements after it",
                 where=where,
                 expected=f"a split factor of {' or '.join(map(str, dict.fromkeys(before)))}",
                 found=str(factor),
@@ -201,7 +214,7 @@ def _axis_order(
     parts = math.prod(layout.sizes[axis] for axis in order)
     if order != sorted(order) and size % parts:
         raise ShapeError(
-            "_StridedShard of a dim that does not divide: a rank's shard is not one piece",
+            "_StridedShard of a dim that does not divide evenly: a rank's shard is not contiguous",
             where=where,
             expected=f"a size that is a multiple of {parts}",
             found=str(size),
@@ -223,7 +236,7 @@ def _checked_dim(placement: Any, ndim: int, where: str) -> int:
 def _check_sum(placement: Partial, where: str) -> None:
     if placement.reduce_op not in _SUMS:
         raise ArgumentError(
-            f"Partial({placement.reduce_op!r}) has no counterpart: unreduced values are summands",
+            f"Partial({placement.reduce_op!r}) is not supported: unreduced values are partial sums",
             where=where,
             expected="Partial('sum') or Partial('avg')",
             fix="redistribute the DTensor to Replicate or Shard first, which reduces it",
@@ -235,36 +248,36 @@ def _checked_names(layout: Layout) -> tuple[str, ...]:
         raise AxisError(
             "a sharding needs a mesh with named axes",
             where=f"mesh ({layout.axis_text()})",
-            fix="give the mesh names: mesh_dim_names=('dp', ...)",
+            fix="name the axes of the mesh: mesh_dim_names=('dp', ...)",
         )
     return layout.names
 
 
 class _WarnedPlaces(set[tuple[str, int]]):
-    """The lines of a program that were warned that ``to_dtensor`` reshards."""
+    """The program lines that were warned that ``to_dtensor`` reshards."""
 
 
 def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
-    """The sharded array of which ``x`` is the DTensor: nothing is sent, and memory is shared.
+    """Convert a DTensor to a sharded array that shares its memory; inverse of ``to_dtensor``.
 
-    torch's sizes are kept. Of ``Partial("avg")`` the local values are divided by the size of the
-    axis, into memory of their own.
+    torch's sizes are kept. For ``Partial("avg")`` the local values are divided by the axis size,
+    in new memory.
 
     Args:
-        x: a DTensor whose placements are Shard, Replicate, and Partial of sum or avg.
-        mesh: ours on the ranks of its mesh, in the same order, with named axes. None takes the mesh
-            in force where it is such a mesh, else makes a mesh from torch's, collectively over its
-            ranks.
+        x: a DTensor whose placements are Shard, Replicate, or Partial of sum or avg.
+        mesh: a mesh with the ranks of ``x``'s mesh, in the same order, and named axes. None takes
+            the current mesh if it matches, else creates a mesh from torch's, collectively over
+            its ranks.
 
-    Gradient: the DTensor's, by ``to_local``. The inverse of ``to_dtensor``.
+    Gradient: as ``DTensor.to_local``.
 
     Raises:
-        KindError: no DTensor, or a placement of which nothing is known.
+        KindError: ``x`` is not a DTensor, or a placement is of an unknown class.
         ArgumentError: Partial of another op.
-        DtypeError: Partial("avg") of whole numbers.
-        MeshError: a mesh of other ranks.
-        AxisError: torch's mesh has no axis names, and no mesh was given.
-        ShapeError: a local tensor that has not torch's size, or as ``from_placements``.
+        DtypeError: Partial("avg") of integers.
+        MeshError: the mesh has other ranks.
+        AxisError: torch's mesh has no axis names, and ``mesh`` is None.
+        ShapeError: the local size differs from torch's rule, or as ``from_placements``.
     """
     if not isinstance(x, DTensor):
         raise KindError("from_dtensor takes a DTensor", found=f"a {type(x).__name__}")
@@ -276,7 +289,7 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
         raise _mesh_mismatch("from_dtensor", mesh, x.device_mesh)
     sharding = from_placements(x.placements, mesh, tuple(x.shape))
     local: Any = x.to_local()
-    if hasattr(local, "wait"):  # of a verb of torch's that has not ended yet
+    if hasattr(local, "wait"):  # an asynchronous torch collective may still be running
         local = local.wait()
     averaged = [
         mesh.layout.sizes[axis]
@@ -285,7 +298,7 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
     ]
     if averaged and not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise DtypeError(
-            "from_dtensor cannot take an average of whole numbers apart into summands",
+            "from_dtensor cannot split an average of integers into partial sums",
             expected="floating or complex numbers where a placement is Partial('avg')",
             found=f"{dtype_name(x.dtype)} with {list(x.placements)!r}",
             fix="redistribute the DTensor to Replicate or Shard first",
@@ -296,24 +309,22 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
 
 
 def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor:
-    """The DTensor of a sharded array; memory is shared where torch holds it so.
+    """Convert a sharded array to a DTensor; inverse of ``from_dtensor``.
 
-    torch cuts dims by ``torch.chunk``, and dims that do not divide in the order of the mesh's axes:
-    where ``x`` lies otherwise it is resharded, collectively, with a warning, once a place, that
-    shows both.
-    ``x.reshard(...)`` before avoids the warning, by the sharding that it names.
+    The DTensor shares memory if torch's sharding rule gives the same shards. Otherwise ``x`` is
+    resharded collectively, with one warning per program line; ``x.reshard(...)`` with the sharding
+    in the warning avoids it.
 
     Args:
         x: a sharded array.
-        device_mesh: torch's mesh on the ranks of the array's, in the same order. None makes a mesh
-            at the first call, collectively over the world, and keeps it with the array's mesh.
+        device_mesh: torch's mesh with the array's ranks, in the same order. None creates a mesh at
+            the first call, collectively over the world, and keeps it with the array's mesh.
 
-    Gradient: by ``DTensor.from_local``; along reduced axes it is unreduced. The inverse of
-    ``from_dtensor``.
+    Gradient: as ``DTensor.from_local``; unreduced along reduced axes.
 
     Raises:
-        KindError: no sharded array.
-        MeshError: a torch mesh of other ranks.
+        KindError: ``x`` is not a sharded array.
+        MeshError: the torch mesh has other ranks.
         GradientError: torch 2.11 would sum the gradient of reduced axes.
     """
     if not isinstance(x, ShardedArray):
@@ -328,7 +339,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
         _warn_of_moves(x, held)
         x = x.reshard(held)
     placements = to_placements(held)
-    local = as_tensor(x.local, argument="x", verb="to_dtensor")
+    local = as_tensor(x.local, argument="x", operation="to_dtensor")
     gradient: dict[str, Any] = {}
     if held.spec.reduced and local.requires_grad and torch.is_grad_enabled():
         if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
@@ -353,7 +364,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
 
 
 def _is_same_mesh(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
-    """Return whether both meshes have equal ranks and, if torch's has names, equal names."""
+    """Return whether ranks are equal and names too, if torch's mesh has any."""
     names = theirs.mesh_dim_names
     return mesh.layout.ranks().tolist() == theirs.mesh.tolist() and (
         names is None or tuple(names) == mesh.layout.names
@@ -362,7 +373,7 @@ def _is_same_mesh(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
 
 def _mesh_mismatch(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError:
     return MeshError(
-        f"{call}: torch's mesh and ours are not the same",
+        f"{call}: torch's mesh and the meshdist mesh differ",
         expected=f"{mesh!r}, ranks {mesh.layout.ranks().tolist()}",
         found=f"{theirs!r}, ranks {theirs.mesh.tolist()}",
         fix="make one from the other: mesh.to_torch() or md.DeviceMesh.from_torch(theirs)",
@@ -370,7 +381,7 @@ def _mesh_mismatch(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError:
 
 
 def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
-    """Warn, once per line of the program, that ``to_dtensor`` reshards ``x`` to ``held``."""
+    """Warn once per program line that ``to_dtensor`` reshards ``x`` to ``held``."""
     frame = program_frame(sys._getframe(1))
     place = (frame.f_code.co_filename, frame.f_lineno)
     warned = x.mesh.caches.of(_WarnedPlaces)
@@ -381,10 +392,10 @@ def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
     places = [dim for dim, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
     warn_caller(
         explain(
-            "to_dtensor reshards: torch holds this array otherwise",
+            "to_dtensor reshards this array, because torch shards it differently",
             expected=_cells_text(there, places, x.mesh.axis_names),
             found=_cells_text(here, places, x.mesh.axis_names),
-            fix=f"reshard before, where it is meant: x.reshard({held!r})",
+            fix=f"reshard explicitly before the call: x.reshard({held!r})",
         )
     )
 
@@ -392,7 +403,7 @@ def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
 def _cells_text(
     dims: Sequence[DimSplit], places: Sequence[int], names: Sequence[str], shown: int = 8
 ) -> str:
-    """Return lines of ``shown`` cells at most per dim: ``dim 0 in 3, 3, 2, 2 along dp``."""
+    """Return at most ``shown`` block sizes per dim as lines: ``dim 0 in 3, 3, 2, 2 along dp``."""
     lines = []
     for place in places:
         bounds = dims[place].boundaries[: shown + 1]

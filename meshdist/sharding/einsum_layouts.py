@@ -1,22 +1,21 @@
-"""The layout of an einsum's work: which dim each axis of the mesh divides, and what moves for it.
+"""Choose the dim of an einsum that each mesh axis divides, and the communication that this needs.
 
-An axis divides one dim of the work among its ranks: a dim that some operand or the result has cut
-over it. An operand with that dim is cut there, an operand without it is *reduced* over the axis: it
-is equal on all ranks, and its gradient is a summand on each. A dim that the result lacks leaves the
-product *unreduced*. So no product is computed twice, but along an axis that cuts nothing. Where
-several dims compete for an axis each choice is priced: the fewest elements that all ranks receive
-together forward, then backward, then the result's own layout, then the order of the text, the
-result's dims first. All ranks choose alike. A dim that several axes cut takes the result's order,
-else the first operand's. Integers alone: nothing here sends, or knows tensors.
+An axis divides one dim that some operand or the result has cut over it. An operand with that dim is
+cut there. An operand without it is *reduced* over the axis: equal on all ranks, with a partial sum
+as gradient. If the result lacks the dim, the product is *unreduced*. So ranks compute the same
+product twice only along an axis that cuts nothing. If dims compete for an axis, the best choice has
+the fewest elements received by all ranks forward, then backward, then the result's own layout, then
+the first dim in text order, the result's dims first. All ranks choose the same. A dim that several
+axes cut takes the result's axis order, else the first operand's.
 
-Drawn case: the second layer of a Megatron block, on 2 ranks along tp.
+Worked example: the second layer of a Megatron block, on 2 ranks along tp.
 
     text       b f@tp        ,  f@tp d        ->  b d
-    work       b f@tp           f@tp d            b d {U:tp}     the result lacks f: summands
+    work       b f@tp           f@tp d            b d {U:tp}     the result lacks f: partial sums
     forward    stays            stays             all-reduce
     backward   stays            stays             stays: the gradient enters reduced
 
-Where the weights are cut over the axis of the batch, two dims compete for it:
+If the weights are cut over the axis of the batch, two dims compete for it:
 
     text       b@dp d        ,  d@dp f        ->  b@dp f         b = 32, d = 4, f = 4, 2 ranks
     by b       stays            gathered: 16      stays          16 elements in all: chosen
@@ -51,12 +50,12 @@ from ..mesh.spec import NamedSharding, sharding_of_side
 from .routes import num_received_by_all
 
 Choice = str | int | None
-"""Along one axis: the dim of the work that it divides, or the operand that stays unreduced."""
+"""The dim of the work that an axis divides, or the operand that stays unreduced."""
 
 
 @dataclass(frozen=True)
 class WorkPlacements:
-    """The placements of an einsum's operands and result while local products are computed."""
+    """Placements of operands and result during the local product."""
 
     operands: tuple[Placement, ...]
     result: Placement
@@ -64,13 +63,13 @@ class WorkPlacements:
 
 @dataclass(frozen=True, eq=False)
 class EinsumLayout:
-    """An einsum on a mesh, for operands of known shapes.
+    """An einsum on a mesh, for known operand shapes.
 
     Args:
         operands: their sides of the text, with all sizes.
-        sources: their placements, with the axes over which each is marked reduced.
-        choices: for each axis, what it divides.
-        num_received: the elements that all ranks receive together, forward and backward.
+        sources: their placements, including annotated reduced axes.
+        choices: for each axis, the name that it divides.
+        num_received: by all ranks in total, forward and backward.
     """
 
     text: str
@@ -83,9 +82,9 @@ class EinsumLayout:
 
     @cached_property
     def equation(self) -> str:
-        """The equation of the local product for ``torch.einsum``."""
+        """The ``torch.einsum`` equation of the local product."""
         names = dict.fromkeys(name for side in self.operands for name in side.parts.names)
-        # torch takes letters of both cases
+        # torch.einsum accepts letters of both cases.
         letters = {name: chr(97 + at) if at < 26 else chr(39 + at) for at, name in enumerate(names)}
         *left, right = [
             "".join(letters[name] for name in side.parts.names)
@@ -95,12 +94,12 @@ class EinsumLayout:
 
     @cached_property
     def is_matmul(self) -> bool:
-        """Return whether the einsum is ``torch.matmul`` of operand 0 and operand 1, a matrix."""
+        """Return whether the einsum is ``torch.matmul`` of operand 0 and matrix operand 1."""
         return self._is_product_with(0)
 
     @cached_property
     def is_linear(self) -> bool:
-        """Return whether the einsum is ``linear`` of operand 0 with weight operand 1, a matrix."""
+        """Return whether the einsum is ``linear`` of operand 0 with weight matrix operand 1."""
         return self._is_product_with(1)
 
     def _is_product_with(self, place: int) -> bool:
@@ -121,18 +120,18 @@ def lay_out_einsum(
     sizes: tuple[tuple[str, int], ...],
     marks: tuple[tuple[str, ...], ...],
 ) -> EinsumLayout:
-    """Return the layout of an einsum's work, or raise where text, shapes and marks do not fit.
+    """Return an einsum's layout; raise if text, shapes and annotations do not fit.
 
     Args:
-        rank: the rank whose shards have the ``shapes``; both None where ``sizes`` tells all.
-        marks: for each operand the axes over which it is marked reduced, beside what the text says.
+        rank: the rank whose shards have the ``shapes``; both None if ``sizes`` is complete.
+        marks: the axes over which each operand is annotated reduced, in addition to the text.
     """
     pattern = parse(text)
     result = _checked_result(pattern)
     operands, known = _sized_operands(pattern, layout, rank, shapes, sizes)
     shape = shape_of_side(result, known)
     sized = sharding_of_side(pattern, result, layout, known, shape=shape)
-    sources = []  # reduced also over the axes that an operand is marked with
+    sources = []  # also reduced over the axes with which an operand is annotated
     for side, axes in zip(operands, marks, strict=True):
         lies = side.parts.placement
         reduced = {*lies.reduced, *map(layout.axis_index, axes)}
@@ -144,12 +143,12 @@ def lay_out_einsum(
 
 
 def _checked_result(pattern: Pattern) -> PatternSide:
-    """Return the result's side; raise if there is none, or it has a dim that no operand has."""
+    """Return the result's side; raise if it is missing, or has a dim that no operand has."""
     if pattern.result is None:
         raise column_error(
             pattern.text,
             len(pattern.text),
-            expected='"->" and how the result shall lie',
+            expected='"->" and the sharding of the result',
             found="the end",
             summary="this einsum has no result",
         )
@@ -163,8 +162,8 @@ def _checked_result(pattern: Pattern) -> PatternSide:
                     dim.column,
                     expected=f"dims of the operands: {' '.join(named) or 'none'}",
                     found=f"{name!r}, which no operand has",
-                    summary="the result of this einsum has a dim of its own",
-                    fix=f"dims stand apart, unlike torch.einsum's: {' '.join(name)}"
+                    summary="the result of this einsum has a dim that no operand has",
+                    fix=f"separate dims by spaces, unlike in torch.einsum: {' '.join(name)}"
                     if is_joined
                     else None,
                 )
@@ -214,7 +213,7 @@ def _compare_sizes(
     given: Mapping[str, int],
     before: Sequence[NamedSharding],
 ) -> None:
-    """Raise if the operand after those of ``before`` has a dim in another size than they have."""
+    """Raise if the operand after ``before`` has a dim in another size than earlier operands."""
     number = len(before)
     operand, shape = pattern.operands[number], shapes[number]
     try:
@@ -246,15 +245,15 @@ def _fix_of_sizes(
         axes = next((dim.axes for dim in side.dims if name in dim.names), ())
         is_cut |= bool(axes)
         if axes and size == other * math.prod(layout.axis_sizes[axis] for axis in axes):
-            return f"operand {number} seems to be whole: md.shard(x, {str(side)!r}, mesh)"
-    return f"where its shards are uneven, give the whole size: {name}=..." if is_cut else None
+            return f"shard operand {number} if it is global: md.shard(x, {str(side)!r}, mesh)"
+    return f"if its shards are uneven, pass the global size: {name}=..." if is_cut else None
 
 
 # -- the choice ---------------------------------------------------------------------------------
 
 
 class LayoutChooser:
-    """The possible divisions of an einsum's work by mesh axes, and their costs."""
+    """Possible divisions of an einsum's work by mesh axes, with costs."""
 
     def __init__(
         self,
@@ -294,7 +293,7 @@ class LayoutChooser:
         )
 
     def num_received(self, work: WorkPlacements, *, is_backward: bool = False) -> int:
-        """Return the elements that all ranks receive in total, forward or in the backward."""
+        """Return the total elements received, forward or in the backward."""
         moves = [*zip(self.sources, work.operands, strict=True)]
         moves.append((work.result, self.result.parts.placement))
         if is_backward:
@@ -302,7 +301,7 @@ class LayoutChooser:
         return sum(num_received_by_all(*ends) for ends in moves)
 
     def choices_along(self, axis: int) -> list[Choice]:
-        """Return what ``axis`` can divide, best first: summand, dims, None (nothing); or raise."""
+        """Return what ``axis`` can divide, best first: partial sum, dims, None (nothing)."""
         cut = [
             name
             for names, side in self.sides
@@ -310,12 +309,12 @@ class LayoutChooser:
             if axis in dim.axes
         ]
         is_operand_cut = any(axis in side.cut_axes for side in self.sources)
-        summands = [at for at, side in enumerate(self.sources) if axis in side.unreduced]
-        if len(summands) > 1 and not cut:
-            self.fail_two_unreduced(axis, summands)
+        partial_sums = [at for at, side in enumerate(self.sources) if axis in side.unreduced]
+        if len(partial_sums) > 1 and not cut:
+            self.fail_two_unreduced(axis, partial_sums)
         choices: list[Choice] = []
-        if len(summands) == 1 and not is_operand_cut:
-            choices += summands
+        if len(partial_sums) == 1 and not is_operand_cut:
+            choices += partial_sums
         choices += dict.fromkeys(cut)
         if not cut:
             self.check_marks(axis)
@@ -323,7 +322,7 @@ class LayoutChooser:
         return choices
 
     def work(self, choices: tuple[Choice, ...]) -> WorkPlacements:
-        """Return the placements of operands and result if each axis divides its choice."""
+        """Return the placements if each axis divides its choice."""
         every = range(self.layout.ndim)
         target = self.result.parts.placement
         operands = []
@@ -353,7 +352,7 @@ class LayoutChooser:
         return WorkPlacements(tuple(operands), result)
 
     def dims(self, names: Sequence[str], choices: tuple[Choice, ...]) -> tuple[DimSplit, ...]:
-        """Return the dims ``names`` of the local product, each cut by the axes that chose it."""
+        """Return the local product's dims ``names``, each cut by the axes that chose it."""
         dims = []
         for name in names:
             axes = self.axes_of(name, choices)
@@ -362,7 +361,7 @@ class LayoutChooser:
         return tuple(dims)
 
     def axes_of(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, ...]:
-        """Return the axes whose choice is ``name``, in the order of a side that all of them cut."""
+        """Return the axes that chose ``name``, in the order of a side that all of them cut."""
         mine = [axis for axis, choice in enumerate(choices) if choice == name]
         for names, side in self.sides if len(mine) > 1 else ():
             if name in names:
@@ -371,37 +370,37 @@ class LayoutChooser:
                     return tuple(axis for axis in cutting if axis in mine)
         return tuple(mine)
 
-    def fail_two_unreduced(self, axis: int, summands: Sequence[int]) -> NoReturn:
-        """Raise for operands ``summands`` that are all unreduced over ``axis``."""
+    def fail_two_unreduced(self, axis: int, partial_sums: Sequence[int]) -> NoReturn:
         name = _axis_name(self.layout, axis)
-        both = " and ".join(map(str, summands[:2]))
+        both = " and ".join(map(str, partial_sums[:2]))
         raise PatternError(
             f"einsum: operands {both} are both unreduced over axis {name!r}",
             where=f"einsum {self.text!r} on mesh ({self.layout.axis_text()})",
-            expected="one unreduced operand: the product of two sums is no sum of products",
-            found=f"{len(summands)} operands with {{U:{name}}}",
-            fix=f"sum one first: md.reshard(x, '... {{U:{name}}} -> ...', mesh)",
+            expected="at most one unreduced operand, since a product of two partial sums is not a "
+            "partial sum of the product",
+            found=f"{len(partial_sums)} operands with {{U:{name}}}",
+            fix=f"reduce one first: md.reshard(x, '... {{U:{name}}} -> ...', mesh)",
         )
 
     def check_marks(self, axis: int) -> None:
-        """Raise if an operand is marked reduced over ``axis``, which the einsum leaves out."""
-        # Its gradient would be equal on all ranks, so one alone would keep it, and a wrapper's mean
-        # would be too small. 2 ranks: g and 0, of which DDP takes g / 2.
+        """Raise if an operand is annotated reduced over ``axis``, which the einsum leaves out."""
+        # Its gradient would be equal on all ranks, so only one rank would keep it, and DDP's mean
+        # would be too small. On 2 ranks with g and 0, DDP would average to g / 2.
         if axis in self.result.parts.placement.reduced or self.layout.sizes[axis] == 1:
             return
         for number, (side, source) in enumerate(zip(self.operands, self.sources, strict=True)):
             if axis in source.reduced and axis not in side.parts.placement.reduced:
                 name = _axis_name(self.layout, axis)
                 raise AxisTypeError(
-                    f"einsum: operand {number} is marked reduced over axis {name!r}, which the "
-                    "text leaves out",
+                    f"einsum: operand {number} is annotated as reduced over axis {name!r}, which "
+                    "the pattern leaves out",
                     where=f"einsum {self.text!r} on mesh ({self.layout.axis_text()})",
-                    expected=f"a dim that {name!r} cuts, or a result that is reduced there",
-                    found=f"operand {number} with {{R:{name}}} by its mark, as a parameter under "
-                    "DDP",
-                    fix=f"where the batch differs along it, write b@{name}; where all is equal "
-                    f"there, let the result end with {{R:{name}}}; or give the axes that the text "
-                    "names: mesh=mesh['tp']",
+                    expected=f"a dim that {name!r} cuts, or a result that is reduced over it",
+                    found=f"operand {number} with {{R:{name}}} by its annotation, as a parameter "
+                    "under DDP",
+                    fix=f"if the batch differs along it, write b@{name}; if all values are equal "
+                    f"along it, end the result with {{R:{name}}}; or pass a mesh with only the "
+                    "axes of the pattern: mesh=mesh['tp']",
                 )
 
 

@@ -1,13 +1,12 @@
-"""Operations on single elements of sharded arrays: operators, NumPy's ufuncs, torch's functions.
+"""Run elementwise operators, NumPy ufuncs and torch functions on sharded arrays.
 
-Each rank applies the operation to its shards. What works element by element is known from torch,
-whose operators carry the tag ``pointwise``, and from NumPy, whose ufuncs do by definition; what is
-linear in unreduced operands stands in ``torch_functions.LINEARITY``.
+Each rank applies the operation to its shards; nothing moves. torch tags elementwise operators with
+``pointwise``; all NumPy ufuncs are elementwise. ``torch_functions.LINEARITY`` lists the operations
+that are linear in unreduced operands.
 
-Nothing moves. So operands are cut alike, dim by dim, and of kinds that join by themselves
-(``axis_types.join_types``) over every axis. An operand that lacks an axis over which another
-differs between ranks would need a cast, whose gradient is summed over that axis: it is refused,
-since that sum is to be asked for.
+Operands are cut equally, dim by dim, and over every axis their kinds join without a cast
+(``axis_types.join_types``). An operand that lacks an axis over which another varies would need a
+cast. It is rejected, because the caller should request the cast's sum in the backward explicitly.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..arrays import Array, shape_text
 from ..errors import ArgumentError, AxisTypeError, KindError, MeshError, ShapeError
 from ..mesh.placement import DimSplit
 from ..mesh.spec import NamedSharding, sharding_of
-from ..typed_contexts.torch_functions import (
+from ..typed_mode.function_rules import (
     LINEARITY,
     OPERATIONS,
     Kind,
@@ -39,13 +38,13 @@ from .resharding import kinds_of
 Operand = tuple[object, tuple[int, ...], NamedSharding]
 """The dtype, the shape and the sharding of an operand."""
 
-# Elementwise functions of torch without the tag: they are made of functions that have it.
+# Untagged torch functions that call only tagged functions.
 _UNTAGGED = """
     absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip conj detach divide fix
     floor_divide greater greater_equal isclose isfinite isreal less less_equal logsigmoid multiply
     negative not_equal rsub softsign square subtract tanhshrink true_divide
 """
-# What ufuncs are to tensors: operators that every library has.
+# The operator for each ufunc, which works on every library's arrays.
 _OPERATORS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
@@ -67,7 +66,7 @@ _Operator = Callable[[Any, Any], Any]
 def join_operands(
     operands: Sequence[Operand], linearity: str, call: str
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Return the shape and sharding of an elementwise result, or raise where operands do not fit.
+    """Return the shape and sharding of an elementwise result; raise if operands do not fit.
 
     Args:
         linearity: of the operation in unreduced operands, as "add" or "multiply"; "" for none.
@@ -80,7 +79,7 @@ def join_operands(
     for _, _, other in operands[1:]:
         if other.mesh != sharding.mesh:
             raise MeshError(
-                f"{call}: the operands lie on different meshes",
+                f"{call}: the operands are on different meshes",
                 where=mesh_text(sharding.mesh),
                 expected="one mesh",
                 found=_listed(operands, with_meshes=True),
@@ -134,15 +133,15 @@ def _joined_kinds(operands: Sequence[Operand], linearity: str, call: str) -> str
     joined = join_types(types, linearity)
     where = mesh_text(operands[0][2].mesh)
     if isinstance(joined, Refusal):
-        _, _, summand = operands[joined.operand]
-        spec = summand.spec.update(unreduced=set())
+        _, _, partial_sum = operands[joined.operand]
+        spec = partial_sum.spec.update(unreduced=set())
         raise AxisTypeError(
-            f"{call} is not linear in what is unreduced over {joined.axis!r}: each rank holds a "
-            "summand",
+            f"{call} is not linear in the operand that is unreduced over {joined.axis!r}: each "
+            "rank holds a partial sum",
             where=where,
             expected=_FITTING_OPERANDS.get(linearity, "no unreduced operand"),
             found=_listed(operands),
-            fix=f"sum the summands first: {_letter(joined.operand)}.reshard({spec!r})",
+            fix=f"reduce the operand first: {_letter(joined.operand)}.reshard({spec!r})",
         )
     for place, lacking in enumerate(joined.missing):
         if lacking:
@@ -166,11 +165,11 @@ def _lacking(
     letter = _letter(place)
     return AxisTypeError(
         f"{call}: operand {letter} is equal on all ranks along {shown(axes)}, and another is not: "
-        f"the gradient of {letter} would be a sum over {shown(axes)}, which nothing asks for",
+        f"the gradient of {letter} would need an all-reduce over {shown(axes)}",
         where=mesh_text(operands[0][2].mesh),
         expected=f"operands of equal shardings, or {letter} reduced over {shown(axes)}",
         found=_listed(operands),
-        fix=f"{letter}.reshard({reduced!r}): nothing is sent; its gradient is then summed",
+        fix=f"call {letter}.reshard({reduced!r}), which sends nothing and sums the gradient",
     )
 
 
@@ -182,9 +181,9 @@ def _cut_otherwise(operands: Sequence[Operand], dim: int, call: str) -> AxisType
     return AxisTypeError(
         f"{call}: the operands are cut differently along dim {dim}",
         where=mesh_text(sharding.mesh),
-        expected="equal shardings: nothing is sent unasked",
+        expected="equal shardings, since operators never communicate",
         found=_listed(operands),
-        fix=fix or "reshard one of them, so that this dim is cut alike, or is whole in both",
+        fix=fix or "reshard one of them, so that both cut this dim equally or neither cuts it",
     )
 
 
@@ -203,7 +202,7 @@ def _listed(operands: Sequence[Operand], *, with_meshes: bool = False) -> str:
 
 
 def _both_ways(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
-    """Return the methods of an operator with the array on its left, and on its right."""
+    """Return an operator's methods with the array on its left, and on its right."""
     return (
         lambda self, other: _operate(function, name, self, other),
         lambda self, other: _operate(function, name, other, self),
@@ -211,7 +210,7 @@ def _both_ways(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
 
 
 class ElementwiseArray:
-    """The part of a sharded array that operations on elements use."""
+    """The base of sharded arrays that implements elementwise operations."""
 
     local: Array
     sharding: NamedSharding
@@ -234,14 +233,14 @@ class ElementwiseArray:
     __xor__, __rxor__ = _both_ways(operator.xor, "bitwise_xor")
     __lshift__ = _both_ways(operator.lshift, "bitwise_left_shift")[0]
     __rshift__ = _both_ways(operator.rshift, "bitwise_right_shift")[0]
-    # A comparison's other way is that of the other operator: Python asks for it.
+    # No reflected comparisons: Python calls the mirrored operator (< for >).
     __lt__ = _both_ways(operator.lt, "lt")[0]
     __le__ = _both_ways(operator.le, "le")[0]
     __gt__ = _both_ways(operator.gt, "gt")[0]
     __ge__ = _both_ways(operator.ge, "ge")[0]
     __eq__ = _both_ways(operator.eq, "eq")[0]
     __ne__ = _both_ways(operator.ne, "ne")[0]
-    __hash__ = object.__hash__  # by identity, as of torch's tensors
+    __hash__ = object.__hash__  # by identity, as torch tensors
 
     def __neg__(self) -> Any:
         return apply(operator.neg, "neg", (self,))
@@ -256,17 +255,17 @@ class ElementwiseArray:
         return apply(operator.invert, "bitwise_not", (self,))
 
     def __matmul__(self, other: Any) -> Any:
-        raise matmul_refused("@", self, other)
+        raise matmul_rejected("@", self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        raise matmul_refused("@", other, self)
+        raise matmul_rejected("@", other, self)
 
-    # -- what the libraries call -----------------------------------------------------------------
+    # -- NumPy and torch protocols ---------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         name = str(ufunc.__name__)
         if name == "matmul":
-            raise matmul_refused("numpy.matmul", *inputs)
+            raise matmul_rejected("numpy.matmul", *inputs)
         is_call = method == "__call__"
         if not is_call or ufunc.signature is not None:
             raise _not_elementwise(f"numpy.{name}" if is_call else f"numpy.{name}.{method}")
@@ -280,10 +279,10 @@ class ElementwiseArray:
                 raise KindError(
                     f"numpy.{name} of a sharded array whose shards are torch tensors",
                     expected="a function of torch",
-                    fix="call torch's, or take numpy's of each rank's shard: x.local.numpy()",
+                    fix="call torch's, or apply numpy's to this rank's shard: x.local.numpy()",
                 )
         if "dtype" in kwargs or "casting" in kwargs:
-            linear_as = ""  # it may round
+            linear_as = ""  # The conversion may round.
         return apply(function, linear_as, inputs, kwargs, call=f"numpy.{name}")
 
     @classmethod
@@ -303,7 +302,7 @@ class ElementwiseArray:
             given = {key: value for key, value in kwargs.items() if key != "input"}
             return getattr(first, name)(*args[1:], **given)
         if name in ("matmul", "mm", "bmm", "mv", "dot", "rmatmul"):
-            raise matmul_refused(call, *args, *kwargs.values())
+            raise matmul_rejected(call, *args, *kwargs.values())
         if operation.writes or kwargs.get("out") is not None:
             raise _not_functional(call, "writing in place, or out=")
         is_search = operation.kind is Kind.ROWS and shape_depends_on_values(operation, args, kwargs)
@@ -324,7 +323,7 @@ def apply(
     """Return the sharded result, or results, of an elementwise function on the operands' shards.
 
     Args:
-        name: that by which ``LINEARITY`` knows the function; "" where it is not linear.
+        name: the function's key in ``LINEARITY``; "" if it is not linear.
         call: the function's name in messages; None takes ``name``.
     """
     call = name if call is None else call
@@ -336,12 +335,12 @@ def apply(
                 f"{call}: the shards are arrays of different libraries",
                 expected="shards of one library",
                 found=", ".join(sorted({_library(each.local) for each in operands})),
-                fix="make one of the other's, such as ShardedArray(torch.from_numpy(x.local), "
-                "x.sharding, x.shape)",
+                fix="convert one, for example ShardedArray(torch.from_numpy(x.local), x.sharding, "
+                "x.shape)",
             )
     linearity = LINEARITY.get(name, "")
     if linearity == "first" and not isinstance(args[0], ElementwiseArray):
-        linearity = ""  # a number divided by an unreduced value
+        linearity = ""  # Division by an unreduced value is not linear.
     is_summed = any(operand.sharding.spec.unreduced for operand in operands)
     for key, x in (*enumerate(args), *kwargs.items()):
         if not isinstance(x, ElementwiseArray) and key not in ("alpha", "beta"):
@@ -355,7 +354,7 @@ def apply(
 
 
 def _operate(function: Callable[..., Any], name: str, left: Any, right: Any) -> Any:
-    """Return a Python operator's result, NotImplemented beside anything but arrays and numbers."""
+    """Return a Python operator's result; NotImplemented unless given arrays and numbers."""
     for x in (left, right):
         if not isinstance(x, (ElementwiseArray, int, float, complex)) and not hasattr(x, "shape"):
             return NotImplemented
@@ -367,7 +366,7 @@ def _local(x: Any) -> Any:
 
 
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
-    """Raise if ``x`` is an array or needs a gradient, or is a number ``is_added`` to summands."""
+    """Raise if ``x`` is an array, needs a gradient, or is a number added to partial sums."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(
@@ -376,35 +375,34 @@ def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool
     if isinstance(x, (list, tuple)) or shape:
         what = "list" if shape is None else f"plain array of shape {shape_text(shape)}"
         raise ArgumentError(
-            f"{call}: nothing says how a {what} lies on the mesh",
+            f"{call}: a {what} has no sharding",
             where=where,
             expected="sharded arrays and numbers",
-            fix="say so: md.device_put(y, sharding) where y is whole on every rank, "
-            "md.ShardedArray(y, sharding) where it is this rank's shard",
+            fix="call md.device_put(y, sharding) if every rank has the global array, or "
+            "md.ShardedArray(y, sharding) if y is this rank's shard",
         )
     if getattr(x, "requires_grad", False):
         raise AxisTypeError(
-            f"{call}: the gradient of a number would be a sum over the mesh, which nothing asks "
-            "for",
+            f"{call}: cannot differentiate with respect to a number: its gradient would need an "
+            "all-reduce over the mesh",
             where=where,
             expected="a number without a gradient, or a sharded array without dims",
-            fix="md.ShardedArray(y, NamedSharding(mesh, P(reduced={...}))) with the axes over "
-            "which its gradients are summed later",
+            fix="pass md.ShardedArray(y, NamedSharding(mesh, P(reduced={...}))), with the axes "
+            "over which its gradients are summed later",
         )
     is_number = shape is not None or isinstance(x, (int, float, complex))
     if is_added and is_number:
         raise AxisTypeError(
-            f"{call}: a number would be added to the summand of every rank",
+            f"{call}: a number would be added to the partial sum of every rank",
             where=where,
             expected="operands that are all unreduced over the same axes",
-            fix="sum the summands first, x.reshard(...), or add to one that has the number at "
-            "one rank: x + md.full(x.shape, number, sharding=x.sharding)",
+            fix="reduce x first, x.reshard(...), or add the number on one rank only: "
+            "x + md.full(x.shape, number, sharding=x.sharding)",
         )
 
 
 @lru_cache(maxsize=1024)
 def _is_pointwise(name: str) -> bool:
-    """Return whether torch says of an operator that it works element by element."""
     packet = getattr(torch.ops.aten, name, None)
     return packet is not None and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
@@ -419,7 +417,6 @@ def _is_elementwise(operation: TorchFunction) -> bool:
 
 
 def _find_torch_function(name: str) -> Any:
-    """Return torch's function with the name of a ufunc if it works element by element, or None."""
     function = getattr(torch, name, None)
     return function if function is not None and _is_elementwise(OPERATIONS[function]) else None
 
@@ -430,33 +427,31 @@ def _library(local: Array) -> str:
 
 def _not_elementwise(call: str) -> KindError:
     return KindError(
-        f"{call} of a sharded array would communicate, or does not work element by element",
-        expected="operators, ufuncs and torch's functions of single elements; sum and mean",
-        fix="call it on this rank's shard, x.local, where that is what is meant, or on the whole, "
-        "x.full(), which every rank then holds",
+        f"{call} of a sharded array is not supported: it would communicate or is not elementwise",
+        expected="operators, ufuncs and elementwise functions of torch; sum and mean",
+        fix="call it on this rank's shard, x.local, or on the global array, x.full()",
     )
 
 
 def _not_functional(call: str, what: str) -> KindError:
     return KindError(
-        f"{call} of a sharded array: {what} is not served",
+        f"{call} of a sharded array: {what} is not supported",
         expected="a call that returns a new sharded array",
-        fix="take the result: x = x + y; to change the shard itself, change x.local",
+        fix="assign the result: x = x + y; to change the shard itself, write to x.local",
     )
 
 
-def matmul_refused(call: str, *operands: Any) -> KindError:
-    """Return the error for a matrix product of sharded arrays, which names md.einsum."""
+def matmul_rejected(call: str, *operands: Any) -> KindError:
     shown = [
         array_type(x.local.dtype, x.shape, x.sharding)
         for x in operands
         if isinstance(x, ElementwiseArray)
     ]
     return KindError(
-        f"{call} of sharded arrays is not served: what it sends depends on how its dims are cut",
-        expected="a product of the shards, and a word on how it lies",
+        f"{call} of sharded arrays is not supported: its communication depends on the shardings",
+        expected="md.einsum with the sharding of each operand and of the result",
         found="\n".join(shown),
-        fix="multiply the shards by a line that says how each of them lies: "
+        fix="multiply the shards: "
         "md.einsum('b d@tp, d@tp f -> b f', x.local, y.local, mesh=x.mesh);\n"
-        "or take x.full() @ y.full()",
+        "or call x.full() @ y.full()",
     )

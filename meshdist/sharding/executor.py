@@ -1,10 +1,9 @@
-"""A plan's steps as this rank takes them: what is packed, what is called, what is unpacked.
+"""Run a plan's steps on this rank: pack, communicate, unpack.
 
-Parts of local arrays go to flat buffers and back, each by one strided copy, or by none. What is
-made here is made once for a plan; its methods then take few steps of Python. A method that returns
-a view of what it is given says so.
+Flat buffers are packed and unpacked with at most one strided copy per part. Constructors prepare
+each plan once, so that calls run little Python. Methods that may return a view say so.
 
-Drawn case: two boxes of a 3 x 4 array, A for one member and B for another, are packed.
+Worked example: two boxes of a 3 x 4 array, A for one member and B for another, are packed.
 
                                          x in memory    0 1 2 3 4 5 6 7 8 9 10 11
      0   1  [ 2   3 ]  A: rows 0:2,                         A A     A A B B B
@@ -38,17 +37,17 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..collectives.prepare import run_titled
+from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import call_function
 from ..functional.linear_function import LinearFunction
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import Box, Placement, index_of, shape_of, volume
+from ..operation_table import OPERATIONS, Role
 from ..reduce_ops import ReduceOp
 from ..runtime.memory import new_like
-from ..verb_table import VERBS, Role
-from .change_steps import root_exchanges
-from .steps import Arrangement, Exchange, Pad, Step, Take, VerbStep
+from .lowering import root_exchanges
+from .steps import Arrangement, CollectiveStep, Exchange, Pad, Step, Take
 
 
 def fresh_copy(x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +56,7 @@ def fresh_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rearrangement:
-    """A callable that applies an ``Arrangement`` (reshape, index, permute) to one shape."""
+    """Callable that applies an ``Arrangement`` (reshape, index, permute) to one shape."""
 
     __slots__ = ("_index", "_is_plain", "_order", "_shape", "_sizes", "_view")
 
@@ -74,7 +73,7 @@ class Rearrangement:
         self._sizes = tuple(kept[dim] for dim in arrangement.order)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` rearranged and contiguous: a view of it if possible, else new memory."""
+        """Return ``x`` rearranged and contiguous: a view if possible, else new memory."""
         if self._is_plain and x.is_contiguous():
             return x.view(self._shape)
         out = new_like(x, self._shape)
@@ -86,7 +85,7 @@ class Rearrangement:
 
 
 class Boxes:
-    """Boxes of a local array, none empty, and their places in a flat buffer of ``total`` items."""
+    """Non-empty boxes of a local array, packed in a flat buffer of ``total`` items."""
 
     __slots__ = ("_boxes", "_parts", "_start", "total")
 
@@ -95,7 +94,7 @@ class Boxes:
         volumes = [volume(box) for box in boxes]
         self.total = sum(volumes)
         self._boxes = [index_of(box) for box in boxes]
-        # Per box its sizes, its strides and start in a contiguous array and in the buffer.
+        # Per box: sizes, then strides and start in a contiguous array and in the buffer.
         self._parts = []
         at = 0
         for box, size in zip(boxes, volumes, strict=True):
@@ -139,7 +138,7 @@ class Boxes:
             out.as_strided(sizes, strides, offset).copy_(flat.as_strided(sizes, packed, at))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of ``flat`` for each box, in the shape of the box."""
+        """Return a view of ``flat`` for each box, in the box's shape."""
         return [flat.as_strided(sizes, packed, at) for sizes, _, _, packed, at in self._parts]
 
 
@@ -154,7 +153,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_run(box: Box, shape: Sequence[int]) -> bool:
-    """Return whether the elements of a box are adjacent in a contiguous array of this shape.
+    """Return whether a box is adjacent in a contiguous array of this shape.
 
     Example:
         >>> _is_run(((1, 3), (0, 4)), (5, 4)), _is_run(((1, 3), (0, 2)), (5, 4))
@@ -168,44 +167,46 @@ def _is_run(box: Box, shape: Sequence[int]) -> bool:
 _Action: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Carrier:
-    """A function that takes a local array through steps; its constructor opens their groups.
+class PlanExecutor:
+    """Callable that runs steps on a local array; its constructor opens their groups.
 
     Args:
         shape: of the local array before the steps.
-        title: the name under which members compare the steps' verbs, equal on all ranks.
+        op_name: equal on all ranks, to compare the steps' collectives.
     """
 
     __slots__ = ("_actions", "_is_fresh")
 
     def __init__(
-        self, steps: Sequence[Step], shape: tuple[int, ...], mesh: DeviceMesh, title: str
+        self, steps: Sequence[Step], shape: tuple[int, ...], mesh: DeviceMesh, op_name: str
     ) -> None:
         self._actions: list[_Action] = []
         self._is_fresh = False
         for step in steps:
-            self._actions.append(self._action(step, shape, mesh, title))
+            self._actions.append(self._action(step, shape, mesh, op_name))
             self._is_fresh = not isinstance(step, Take)
             shape = step.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the result of the steps on ``x``, contiguous, in new memory, without gradient."""
+        """Return the result of the steps on ``x``: contiguous, new memory, no gradient."""
         if x.is_complex() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         for action in self._actions:
             x = action(x)
         return x if self._is_fresh else fresh_copy(x)
 
-    def _action(self, step: Step, shape: tuple[int, ...], mesh: DeviceMesh, title: str) -> _Action:
+    def _action(
+        self, step: Step, shape: tuple[int, ...], mesh: DeviceMesh, op_name: str
+    ) -> _Action:
         if isinstance(step, Take):
             return itemgetter(index_of(step.box))
         if isinstance(step, Pad):
             return _PadAction(step)
-        assert isinstance(step, (VerbStep, Exchange)), step
+        assert isinstance(step, (CollectiveStep, Exchange)), step
         group = mesh[tuple(mesh.axis_names[axis] for axis in step.axes)].open_group()
-        if isinstance(step, VerbStep):
-            return _VerbAction(step, group, title, is_fresh=self._is_fresh)
-        return _ExchangeAction(step, shape, group, title)
+        if isinstance(step, CollectiveStep):
+            return _CollectiveAction(step, group, op_name, is_fresh=self._is_fresh)
+        return _ExchangeAction(step, shape, group, op_name)
 
 
 class _PadAction:
@@ -220,17 +221,17 @@ class _PadAction:
         return out
 
 
-class _VerbAction:
-    """A callable that runs one verb on ``x``, into new memory, or in place if ``x`` is new."""
-
-    def __init__(self, step: VerbStep, group: ProcessGroup, title: str, *, is_fresh: bool) -> None:
-        row = VERBS[step.verb]
-        self._call = step.verb, group, title
+class _CollectiveAction:
+    def __init__(
+        self, step: CollectiveStep, group: ProcessGroup, op_name: str, *, is_fresh: bool
+    ) -> None:
+        row = OPERATIONS[step.operation]
+        self._call = step.operation, group, op_name
         self._rest = (ReduceOp.SUM,) if row.reduces else (None,) * len(row.named(Role.SIZES))
         self._is_in_place, self._is_fresh = not row.reads, is_fresh
         self._shape = step.part if row.reduces else (step.size, *step.part)
         self._pack = torch.Tensor.contiguous if step.pack is None else Rearrangement(step.pack)
-        # Never a view, since autograd refuses writes to a view that a custom Function returned.
+        # Never return a view: autograd rejects writes to a view that a custom Function returned.
         self._unpack: _Action | None = None
         if step.unpack is not None:
             is_plain, shape = step.unpack.is_plain, step.unpack.shape
@@ -241,10 +242,10 @@ class _VerbAction:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_in_place:
             total = x if self._is_fresh else new_like(x).copy_(x)
-            run_titled(*self._call, total, *self._rest)
+            run_named(*self._call, total, *self._rest)
             return total
         received = new_like(x, self._shape)
-        run_titled(*self._call, received, self._pack(x), *self._rest)
+        run_named(*self._call, received, self._pack(x), *self._rest)
         return received if self._unpack is None else self._unpack(received)
 
 
@@ -252,7 +253,7 @@ class _ExchangeAction:
     """Callable that exchanges boxes with members, copied or summed into a new array."""
 
     def __init__(
-        self, step: Exchange, shape: tuple[int, ...], group: ProcessGroup, title: str
+        self, step: Exchange, shape: tuple[int, ...], group: ProcessGroup, op_name: str
     ) -> None:
         self._shape = step.shape
         self._is_covered = step.is_covered
@@ -262,11 +263,12 @@ class _ExchangeAction:
         for sizes, parts in ((given, step.sends), (taken, step.receives)):
             for place, box in parts:
                 sizes[place] = volume(box)
-        self._kept = tuple(map(index_of, step.kept or ()))  # in the array before, in the result
-        self._call = "all_to_all_single", group, title
+        self._kept = tuple(map(index_of, step.kept or ()))  # indices in the input and the result
+        self._call = "all_to_all_single", group, op_name
         self._rows = taken, given
         numbers = {place: number for number, (place, _) in enumerate(step.receives)}
-        # Per box of the result, which of the received boxes are its summands; None is the own one.
+        # For each box of the result, the received boxes that are its partial sums; None is this
+        # rank's partial sum.
         sums = step.sums if step.is_summed else ()
         self._sums = [(index_of(box), [*map(numbers.get, places)]) for box, places in sums]
         self._is_summed = step.is_summed
@@ -278,7 +280,7 @@ class _ExchangeAction:
         landing = None if self._is_summed else self._receives.find_run(out)
         packed = self._sends.pack(x)
         received = new_like(x, (self._receives.total,)) if landing is None else landing
-        run_titled(*self._call, received, packed, *self._rows)
+        run_named(*self._call, received, packed, *self._rows)
         if self._is_summed:
             self._add_up(x, self._receives.parts(received), out)
             return out
@@ -293,57 +295,56 @@ class _ExchangeAction:
         for index, numbers in self._sums:
             total = out[index]
             for turn, number in enumerate(numbers):
-                summand = x[self._kept[0]] if number is None else received[number]
+                partial_sum = x[self._kept[0]] if number is None else received[number]
                 if turn:
-                    total.add_(summand)
+                    total.add_(partial_sum)
                 else:
-                    total.copy_(summand)
+                    total.copy_(partial_sum)
 
 
 def gather_to_root(
-    x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, title: str
+    x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, op_name: str
 ) -> torch.Tensor | None:
-    """Return the whole array in new memory on the root, None on others; inverse of ``scatter``.
+    """Return the global array in new memory on the root, else None; inverse of ``scatter``.
 
     Args:
-        x: this rank's part.
-        placement: unreduced over no axis.
-        title: the call's name in reports, equal on all ranks.
+        placement: without unreduced axes.
+        op_name: equal on all ranks, for reports.
     """
-    # Of ranks that hold equal parts those with the root's coordinates along the free axes send, so
-    # that the group is over the axes that cut dims.
+    # Of replicas, only ranks with the root's coordinates along the free axes send, so that the
+    # group contains only the axes that cut dims.
     here, there = mesh.get_coordinate() or (), mesh.layout.coordinate_of(root) or ()
     if any(here[axis] != there[axis] for axis in placement.free_axes):
         return None
     steps = (root_exchanges(placement, here, there)[0],) if placement.cut_axes else ()
-    found = Carrier(steps, tuple(x.shape), mesh, title)(x)
+    found = PlanExecutor(steps, tuple(x.shape), mesh, op_name)(x)
     return found if here == there else None
 
 
 def scatter(
-    x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, title: str
+    x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, op_name: str
 ) -> torch.Tensor:
     """Return this rank's part of an array that the root holds, differentiably; collective.
 
     Args:
-        x: the whole, on the root; elsewhere a tensor without elements, of its dtype and device.
-        placement: tells each element's rank, so that no axis is free (replicates). Where an axis is
-            unreduced, coordinate 0 gets the values, and the others zeros.
-        title: the call's name in reports, equal on all ranks.
+        x: the global array on the root; elsewhere an empty tensor of its dtype and device.
+        placement: has no free (replicating) axis. Along an unreduced axis, coordinate 0 gets the
+            values and the others zeros.
+        op_name: equal on all ranks, for reports.
     """
     here = mesh.get_coordinate() or ()
     gather, send = root_exchanges(placement, here, mesh.layout.coordinate_of(root) or ())
-    carriers = (
-        Carrier((send,), tuple(x.shape), mesh, title),
-        Carrier((gather,), send.shape, mesh, f"gradient of {title}"),
+    executors = (
+        PlanExecutor((send,), tuple(x.shape), mesh, op_name),
+        PlanExecutor((gather,), send.shape, mesh, f"gradient of {op_name}"),
     )
-    return call_function(_Rooted, x, *carriers)
+    return call_function(_Rooted, x, *executors)
 
 
 class _Rooted(LinearFunction):
     @staticmethod
-    def forward(x: torch.Tensor, carrier: Carrier, transpose: Carrier) -> torch.Tensor:
-        return carrier(x)
+    def forward(x: torch.Tensor, executor: PlanExecutor, transpose: PlanExecutor) -> torch.Tensor:
+        return executor(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -1,4 +1,4 @@
-"""Plan moves and einsums: ``md.plan``, the plan of an einsum, and the links of a mesh."""
+"""Plan reshards and einsums: ``md.plan``, einsum plans, and the links of a mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import get_shape, get_whole_number
+from ..arguments import get_integer, get_shape
 from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -27,7 +27,7 @@ from .routes import DEFAULT_LINK, Link, default_link, links_of
 __all__ = ["plan"]
 
 Links = Mapping[str | int, Link] | Link
-# So many sizes of shards are written out in a plan's title, more as a number made of them.
+# A plan's title lists up to this many shard sizes; above it shows a number computed from them.
 _FEW_SIZES = 8
 
 
@@ -41,42 +41,43 @@ def plan(
     rank: int | None = None,
     **sizes: int,
 ) -> Any:
-    """Return what one rank does to bring an array from one sharding to another; sends nothing.
+    """Plan how one rank moves an array from one sharding to another; sends nothing.
 
-    The plan receives the fewest bytes, of all ranks together, among the ways that are known; ways
-    that receive equal bytes are chosen by time, then by steps. All ranks choose alike.
+    Among known routes the plan has the fewest bytes received by all ranks in total, then the
+    shortest time, then the fewest steps. All ranks choose the same route.
 
     Args:
-        src: how the array lies: a pattern with "->", such as ``"b@dp s -> b s@dp"``, or a
+        src: the current sharding: a pattern with "->", such as ``"b@dp s -> b s@dp"``, a
             ``NamedSharding``, or a ``PartitionSpec``. A pattern of several operands, such as
-            ``"b d, d f@tp -> b f@tp"``, is that of an einsum.
-        dst: how it shall lie; None with a pattern.
-        mesh: of a pattern, and of specs; None takes the mesh in force. A ``Layout`` plans without
+            ``"b d, d f@tp -> b f@tp"``, plans an einsum.
+        dst: the new sharding; None with a pattern.
+        mesh: of a pattern or specs; None takes the current mesh. A ``Layout`` plans without
             processes.
-        shape: of the whole array. A pattern can take ``sizes`` instead, that of an einsum must.
+        shape: the global shape. A pattern accepts ``sizes`` instead, an einsum requires them.
         links: the speed of each axis, by name or index, or one ``md.Link`` for all; equal on all
-            ranks. By default constants of the axis's wire, which differ where it leaves the host.
-        rank: whose plan; None takes this process's on a ``DeviceMesh``, a ``Layout``'s first.
-        sizes: the whole sizes of a pattern's dims, by name.
+            ranks. By default constants of the axis's backend, within a host or between hosts.
+        rank: the rank to plan for; None takes this process's on a ``DeviceMesh``, the first of a
+            ``Layout``.
+        sizes: the global sizes of a pattern's dims, by name.
 
     Returns:
         The ``Plan``: ``steps``, ``explain()``, ``bytes_received()``, ``bytes_sent()``,
-        ``peak_bytes()``, ``estimated_s()``, and ``T``, the plan of the gradient. It is kept: the
-        same arguments give the same object. The dims of a pattern's plan are its named parts, in
-        the order of its left side. Of an einsum: an ``EinsumPlan`` with the plans ``operands`` and
-        ``result``, ``bytes_received()``, also of the ``backward=True``, and ``explain()``.
+        ``peak_bytes()``, ``estimated_s()``, and ``T``, the gradient's plan. Equal arguments return
+        the same object. A pattern's plan has the named parts as dims, in the order of its left
+        side. For an einsum: an ``EinsumPlan`` with the plans ``operands`` and ``result``,
+        ``bytes_received()``, also with ``backward=True``, and ``explain()``.
 
-    Gradient: ``plan.T``: from the destination's cotangent to the source's, dims alike, unreduced
-        and reduced exchanged.
+    Gradient: ``plan.T``: from the destination's cotangent to the source's, with the same dims,
+        and unreduced and reduced exchanged.
 
-    Cost: nothing is sent; the time is that of the rank's own part.
+    Cost: nothing is sent; planning time covers only this rank's part.
 
     Raises:
         ArgumentError: no destination, two, or no shape.
-        KindError: something else than patterns, specs or shardings.
+        KindError: the arguments are not patterns, specs or shardings.
         MeshError: no mesh, meshes over other ranks, or without a common refinement.
-        NotInGroupError: the mesh does not hold the rank.
-        PatternError, AxisError, ShapeError: a pattern or spec that does not fit mesh or shape.
+        NotInGroupError: the mesh does not contain the rank.
+        PatternError, AxisError, ShapeError: a pattern or spec does not fit the mesh or shape.
 
     Example:
         >>> import meshdist as md
@@ -92,13 +93,13 @@ def plan(
     if isinstance(src, str):
         if dst is not None:
             raise ArgumentError(
-                "a pattern is source and destination in one",
+                "a pattern has both the source and the destination",
                 where="md.plan",
                 expected='one pattern with "->", or two specs',
                 found=f"{src!r} and {dst!r}",
                 fix=None
                 if isinstance(dst, (PartitionSpec, NamedSharding, str))
-                else "name the mesh: plan(pattern, mesh=mesh)",
+                else "pass the mesh by name: plan(pattern, mesh=mesh)",
             )
         given_mesh, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
         layout, pattern = get_layout(mesh, "plan"), parse(src)
@@ -115,17 +116,17 @@ def plan(
             raise with_hidden_mesh(error, given_mesh) from None
     if sizes:
         raise ArgumentError(
-            "sizes by name are for patterns, whose dims have names",
+            "sizes by name need a pattern, whose dims have names",
             where="md.plan",
             found=", ".join(f"{name}={size!r}" for name, size in sizes.items()),
-            fix="give the shape of the whole array: shape=(...)",
+            fix="pass the global shape: shape=(...)",
         )
     source, target = _sharding(src, "src", mesh), _sharding(dst, "dst", mesh)
     if shape is None:
         raise ArgumentError(
-            "a plan between specs needs the shape of the whole array",
+            "a plan between specs needs the global shape",
             where="md.plan",
-            fix="write plan(src, dst, mesh, shape)",
+            fix="call plan(src, dst, mesh, shape)",
         )
     at, speeds = mesh_rank(source.mesh, rank), mesh_links(source.mesh, links)
     return plan_move(source, target, get_shape(shape, "plan"), at, speeds)
@@ -140,7 +141,6 @@ def _plan_pattern(
     rank: int,
     links: tuple[Link, ...],
 ) -> Plan:
-    """Return one rank's plan of a pattern, whose dims are the parts of the left side in order."""
     source, target = shardings_of_sides(text, layout, shape, dict(sizes))
     ends = source, target, source.parts.shape
     return plan_move(*ends, rank, links, text, source.parts.names)
@@ -155,12 +155,12 @@ def plan_move(
     pattern: str | None = None,
     names: Sequence[str] = (),
 ) -> Plan:
-    """Return one rank's plan between two shardings of an array of the whole ``shape``.
+    """Return one rank's plan between two shardings.
 
     Args:
         links: of the source's axes.
-        pattern: the text with "->" of which both are the sides; None for others.
-        names: of a pattern's parts, in the order that the dims of the plan shall have.
+        pattern: the text with "->" that states both shardings, or None.
+        names: of a pattern's parts, in the order of the plan's dims.
     """
     layout = source.layout
     if pattern is None:
@@ -174,36 +174,38 @@ def plan_move(
         both = refine(layout, target.layout)
         here, there = both.source_placement(here), both.target_placement(there)
         layout, links = both.layout, tuple(links[axis] for axis in both.source_axis_of_each)
-    title = move_title(source, target, shape, pattern)
+    op_name = move_title(source, target, shape, pattern)
     return make_plan(
-        here, there, layout.get_coordinate(rank), layout=layout, links=links, title=title
+        here, there, layout.get_coordinate(rank), layout=layout, links=links, op_name=op_name
     )
 
 
 def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
-    """Return ``rank``, or this process's rank on a mesh, or the first rank of a Layout."""
+    """Return ``rank``, else this process's rank, else a Layout's first."""
     if rank is not None:
-        return get_whole_number(rank, "plan: rank")
+        return get_integer(rank, "plan: rank")
     return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
 
 
 def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
-    """Return a link per axis: ``links``, or the constants of the axes' wires; or raise."""
+    """Return a link per axis, by default of its backend; raise if invalid."""
     layout = get_layout(mesh, "plan")
     bare = (DEFAULT_LINK,) * layout.ndim
-    defaults = bare if isinstance(mesh, Layout) else wire_links(mesh)
+    defaults = bare if isinstance(mesh, Layout) else backend_links(mesh)
     return links_of(layout, links, defaults)
 
 
-def wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
-    """Return the constants of the wires of a mesh's axes; the mesh keeps them."""
-    return mesh.caches.of(tuple[Link, ...], partial(_new_wire_links, mesh))
+def backend_links(mesh: DeviceMesh) -> tuple[Link, ...]:
+    """Return the cached backend constants of a mesh's axes."""
+    return mesh.caches.of(tuple[Link, ...], partial(_new_backend_links, mesh))
 
 
-def _new_wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
+def _new_backend_links(mesh: DeviceMesh) -> tuple[Link, ...]:
     hosts = np.array(mesh.world.hosts)[mesh.layout.ranks()]
     return tuple(
-        default_link(mesh.wire_of(axis), spans_hosts=bool((hosts != hosts.take([0], axis)).any()))
+        default_link(
+            mesh.backend_of(axis), spans_hosts=bool((hosts != hosts.take([0], axis)).any())
+        )
         for axis in range(mesh.ndim)
     )
 
@@ -223,11 +225,11 @@ def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedS
             raise with_hidden_mesh(error, mesh) from None
     is_missing = name == "dst" and given is None
     raise KindError(
-        "a plan needs a destination" if is_missing else f"{name} is no spec",
+        "a plan needs a destination" if is_missing else f"{name} is not a spec",
         where=f"md.plan, argument {name}",
         expected="a NamedSharding or a PartitionSpec",
         found=f"{given!r}, a {type(given).__name__}",
-        fix='write a pattern alone as the first argument: plan("b@dp s -> b s@dp", mesh=mesh)',
+        fix='pass a pattern as the only positional argument: plan("b@dp s -> b s@dp", mesh=mesh)',
     )
 
 
@@ -237,7 +239,7 @@ def move_title(
     shape: tuple[int, ...],
     pattern: str | None = None,
 ) -> str:
-    """Return the title of the plan between two shardings, equal on all ranks."""
+    """Return the operation name of a plan, equal on all ranks."""
     text = pattern or " -> ".join(map(_sharding_text, (source, target)))
     return f"{text} of shape {shape}"
 
@@ -257,11 +259,11 @@ def _sharding_text(sharding: NamedSharding) -> str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EinsumPlan:
-    """The plan of an einsum for one rank: the plans of its operands and of its result.
+    """A rank's plan of an einsum.
 
     Args:
-        operands: from how each operand lies to how the product takes it.
-        result: from how the product leaves the result to how it shall lie.
+        operands: a plan for each operand, from its sharding to the product's.
+        result: from the product's sharding to the result's.
     """
 
     layout: EinsumLayout
@@ -269,12 +271,12 @@ class EinsumPlan:
     result: Plan
 
     def bytes_received(self, itemsize: int = 4, *, backward: bool = False) -> int:
-        """Return the bytes that this rank receives, forward, or in the backward alone."""
+        """Return the bytes that this rank receives, in the forward or the backward."""
         plans = (*self.operands, self.result)
         return sum((plan.T if backward else plan).bytes_received(itemsize) for plan in plans)
 
     def explain(self, itemsize: int = 4) -> str:
-        """Return the plan in words: what each axis divides, the steps, and what is summed.
+        """Describe the plan: the dims that axes divide, the steps and the sums.
 
         Example:  # doctest: +ELLIPSIS
             >>> mesh = Layout.from_shape((2,), ("tp",))
@@ -306,14 +308,14 @@ class EinsumPlan:
         return "\n".join(lines)
 
     def _axis_text(self, axis: int) -> str:
-        """Return a line on what ``axis`` divides, and on sums over it in forward and backward."""
+        """Return a line on the dim and the sums of ``axis``."""
         work, choice = self.layout.work, self.layout.choices[axis]
         name = (self.result.layout.names or ())[axis] if self.result.layout.names else str(axis)
         if choice is None:
             return f"{name} divides nothing: each rank along it computes the same"
         what = f"{name} divides {choice!r}"
         if isinstance(choice, int):
-            what = f"{name} divides the summands of operand {choice}"
+            what = f"{name} divides the partial sums of operand {choice}"
         sums = []
         if axis in work.result.unreduced:
             kept = axis in self.layout.result.parts.placement.unreduced
@@ -334,7 +336,6 @@ class EinsumPlan:
 def plan_einsum(
     laid: EinsumLayout, layout: Layout, coordinate: tuple[int, ...], links: tuple[Link, ...]
 ) -> EinsumPlan:
-    """Return the plan of a laid-out einsum for the rank at ``coordinate``."""
     moves = [*zip(laid.operands, laid.sources, laid.work.operands, strict=True)]
     moves.append((laid.result, laid.work.result, laid.result.parts.placement))
     which = [*(f"operand {number}" for number in range(len(laid.operands))), "the result"]
@@ -345,7 +346,7 @@ def plan_einsum(
             coordinate,
             layout=layout,
             links=links,
-            title=f"einsum {laid.text!r}: {name} of shape {side.parts.shape}",
+            op_name=f"einsum {laid.text!r}: {name} of shape {side.parts.shape}",
         )
         for (side, source, target), name in zip(moves, which, strict=True)
     ]

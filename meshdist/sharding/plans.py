@@ -1,7 +1,7 @@
-"""Plans: the least communication that brings an array from one placement to another.
+"""Plan the least communication between two placements of an array.
 
-A rank plans its own part without communication, and all ranks find the same route (see ``routes``).
-Integers alone: nothing here sends, or knows tensors.
+Each rank plans its own part without communication; all ranks find the same route (see ``routes``).
+This module handles only integers; it neither sends nor uses tensors.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
+from ..arguments import get_integer
 from ..mesh.layout import Layout
 from ..mesh.placement import Placement
-from .changes import bare
+from .placement_diff import bare
 from .routes import DEFAULT_LINK, Link, num_held_in_all, route_between, slowest, stage_steps
 from .steps import GroupStep, Pad, Step
 
@@ -21,7 +23,6 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
-    """Return the estimated seconds of a step for one rank, by its axes' links."""
     if not isinstance(step, GroupStep):
         return 0.0
     price = step.price
@@ -30,7 +31,7 @@ def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
 
 
 def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) -> str:
-    """Return a line on a step: verb, ranks, shape of the result, bytes, estimated time."""
+    """Return a step's collective, ranks, result shape, bytes and time as a line."""
     shape = _shape_text(step.shape)
     if not isinstance(step, GroupStep):
         return f"{step.words}: {shape}; nothing is sent"
@@ -45,7 +46,7 @@ def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) 
 
 
 def bytes_text(count: int) -> str:
-    """Return a number of bytes as a short text with its unit.
+    """Return a number of bytes as short text with its unit.
 
     Example:
         >>> bytes_text(1000), bytes_text(1536), bytes_text(64 << 20)
@@ -61,18 +62,24 @@ def _shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a scalar"
 
 
-# Bytes of one element where none are named: float32's.
+def checked_itemsize(given: Any) -> int:
+    """Return the bytes of an element; raise KindError for a dtype."""
+    fix = "pass the bytes of an element, such as dtype.itemsize"
+    return get_integer(given, "itemsize", 1, fix=fix)
+
+
+# The default bytes of an element, as float32.
 _ITEMSIZE = 4
 _TRANSPOSE = "transpose of "
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """The way of one rank's part of an array from one placement to another over the same axes.
+    """A rank's route between two placements of an array over the same axes.
 
     Args:
-        layout: the ranks along the axes, by which the groups of the steps are found.
-        title: the plan's name in reports, equal on all ranks.
+        layout: the ranks along the axes, for the steps' groups.
+        op_name: equal on all ranks, for reports.
     """
 
     source: Placement
@@ -80,11 +87,11 @@ class Plan:
     coordinate: tuple[int, ...]
     layout: Layout
     links: tuple[Link, ...]
-    title: str
+    op_name: str
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps of this rank, in order; () where its part stays as it is."""
+        """The steps of this rank, in order; () if its part does not change."""
         route, void = route_between(self.source, self.target, self.links)
         if any(self.coordinate[axis] for axis in void):
             return (Pad(self.target.local_shape(self.coordinate), None),)
@@ -92,45 +99,46 @@ class Plan:
 
     @cached_property
     def is_identity(self) -> bool:
-        """Return whether every rank's part stays as it is: the same answer on all ranks."""
-        # ``steps`` depends on the rank: of a dim of 1 that 2 ranks slice, rank 0 keeps all it has.
+        """Return whether no rank's part changes: the same answer on all ranks."""
+        # ``steps`` depends on the rank: if 2 ranks slice a dim of size 1, rank 0 keeps it all.
         return bare(self.source) == bare(self.target)
 
     @cached_property
     def grows(self) -> bool:
-        """Return whether all ranks together hold more elements afterwards; the same on all."""
+        """Return whether all ranks hold more elements in total afterwards; the same on all."""
         return num_held_in_all(self.source) < num_held_in_all(self.target)
 
     @cached_property
     def T(self) -> Plan:
-        """The transpose: the plan from the target's cotangent to the source's cotangent."""
-        once = self.title.removeprefix(_TRANSPOSE)
+        """The transposed plan, from the target's cotangent to the source's."""
+        once = self.op_name.removeprefix(_TRANSPOSE)
         return make_plan(
             self.target.transposed(),
             self.source.transposed(),
             self.coordinate,
             layout=self.layout,
             links=self.links,
-            title=once if once != self.title else _TRANSPOSE + once,
+            op_name=once if once != self.op_name else _TRANSPOSE + once,
         )
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The axes, by number, of each group that the steps need, in the order of first use."""
+        """The axis numbers of each group that the steps need, by first use."""
         axes = (step.axes for step in self.steps if isinstance(step, GroupStep))
         return tuple(dict.fromkeys(axes))
 
     def bytes_received(self, itemsize: int = _ITEMSIZE) -> int:
-        """Return the bytes that this rank receives, with elements of ``itemsize`` bytes."""
-        return itemsize * sum(step.price.received for step in self.steps)
+        """Return the bytes that this rank receives."""
+        return checked_itemsize(itemsize) * sum(step.price.received for step in self.steps)
 
     def bytes_sent(self, itemsize: int = _ITEMSIZE) -> int:
-        """Return the bytes that this rank sends, with elements of ``itemsize`` bytes."""
-        return itemsize * sum(step.price.sent for step in self.steps)
+        """Return the bytes that this rank sends."""
+        return checked_itemsize(itemsize) * sum(step.price.sent for step in self.steps)
 
     def peak_bytes(self, itemsize: int = _ITEMSIZE) -> int:
-        """Return the most bytes that live at once, from the source's part to the result."""
-        # The source's part lives throughout, beside a step's input, result and buffers.
+        """Return the peak bytes in use, from the source's part to the result."""
+        itemsize = checked_itemsize(itemsize)
+        # The source's part stays allocated in addition to a step's input, result and buffers.
         before = math.prod(self.source.local_shape(self.coordinate))
         peak, held, is_copy = before, before, False
         for step in self.steps:
@@ -143,12 +151,13 @@ class Plan:
     def estimated_s(
         self, links: tuple[Link, ...] | None = None, itemsize: int = _ITEMSIZE
     ) -> float:
-        """Return the estimated seconds of this rank's steps, by ``links`` or the plan's links."""
+        """Return this rank's estimated seconds, by ``links`` or the plan's links."""
+        itemsize = checked_itemsize(itemsize)
         chosen = self.links if links is None else links
         return sum(step_time_s(step, chosen, itemsize) for step in self.steps)
 
     def explain(self, itemsize: int = _ITEMSIZE) -> str:
-        """Return the plan in words: a line per step, then bytes, memory and time in all.
+        """Describe the plan: a line per step, then total bytes, memory and time.
 
         Example:
             >>> from meshdist import plan
@@ -158,22 +167,23 @@ class Plan:
             b@dp s@tp d -> b@dp s d@tp of shape (8, 16, 32)
               rank 0 (dp=0, tp=0) of mesh (dp=2, tp=2) holds 4 x 8 x 32
               1. all-to-all over tp, 2 ranks: 4 x 16 x 16; 2.0 KiB in, 2.0 KiB out, 6 us
-              in all: 2.0 KiB in, 2.0 KiB out, 16.0 KiB at peak, 6 us, at 4 bytes an element
+              total: 2.0 KiB in, 2.0 KiB out, 16.0 KiB at peak, 6 us, at 4 bytes an element
         """
+        itemsize = checked_itemsize(itemsize)
         layout, coordinate = self.layout, self.coordinate
         rank = layout.rank_at(coordinate)
         held = _shape_text(self.source.local_shape(coordinate))
         lines = [
-            self.title,
+            self.op_name,
             f"  rank {rank} ({layout.coordinate_text(rank)}) of mesh ({layout.axis_text()}) "
             f"holds {held}",
         ]
         for number, step in enumerate(self.steps, 1):
             lines.append(f"  {number}. {step_text(step, layout, self.links, itemsize)}")
         if not self.steps:
-            lines.append("  this rank's part stays as it is")
+            lines.append("  this rank's part does not change")
         lines.append(
-            f"  in all: {bytes_text(self.bytes_received(itemsize))} in, "
+            f"  total: {bytes_text(self.bytes_received(itemsize))} in, "
             f"{bytes_text(self.bytes_sent(itemsize))} out, "
             f"{bytes_text(self.peak_bytes(itemsize))} at peak, "
             f"{self.estimated_s(itemsize=itemsize) * 1e6:.0f} us, at {itemsize} bytes an element"
@@ -182,7 +192,7 @@ class Plan:
 
     def __repr__(self) -> str:
         names = ", ".join(step.name for step in self.steps)
-        return f"<Plan {self.title!r} at {self.coordinate}: {names or 'nothing to do'}>"
+        return f"<Plan {self.op_name!r} at {self.coordinate}: {names or 'nothing to do'}>"
 
 
 @lru_cache(maxsize=4096)
@@ -193,15 +203,15 @@ def make_plan(
     *,
     layout: Layout | None = None,
     links: tuple[Link, ...] | None = None,
-    title: str = "a plan",
+    op_name: str = "a plan",
 ) -> Plan:
-    """Return one rank's plan between two placements over the same axes, one object for equal calls.
+    """Return one rank's plan between two placements over the same axes; calls are cached.
 
     Args:
-        layout: the ranks along the axes; None counts them row-major.
+        layout: the ranks along the axes; None numbers them row-major.
         links: a link per axis, equal on all ranks; None takes shared memory's.
-        title: the plan's name in reports, equal on all ranks.
+        op_name: equal on all ranks, for reports.
     """
     sizes = source.mesh_sizes
     layout, links = layout or Layout.from_shape(sizes), links or (DEFAULT_LINK,) * len(sizes)
-    return Plan(source, target, coordinate, layout, links, title)
+    return Plan(source, target, coordinate, layout, links, op_name)

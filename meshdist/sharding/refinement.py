@@ -1,9 +1,9 @@
-"""Two meshes over the same ranks seen as a single mesh: their common refinement by strides.
+"""Combine two meshes over the same ranks into their common refinement by strides.
 
-With ranks counted in the source's order, each axis is a number of places at some stride. The
-strides of both meshes, and where their axes end, are cuts; where each cut divides the next, the
-ranges between them are axes that make up every axis of both meshes. (dp=2, tp=4) and (ep=4, etp=2)
-are refined by sizes 2, 2, 2; (2, 3) and (3, 2) by nothing.
+With ranks counted in the source's order, each axis has a size and a stride. The strides and ends of
+all axes are cuts. If each cut divides the next, the ranges between them are axes that make up every
+axis of both meshes. (dp=2, tp=4) and (ep=4, etp=2) are refined by sizes 2, 2, 2; (2, 3) and (3, 2)
+have no refinement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..mesh.layout import Layout
 from ..mesh.placement import DimSplit, Placement, split_dim
 from ..mesh.strides import AxisModes, strided_modes
 
-# So many ranks are shown of an order.
+# Messages list up to this many ranks.
 _SHOWN = 16
 
 
@@ -31,7 +31,7 @@ class Refinement:
 
     Args:
         layout: the ranks along the common axes, in the source's order.
-        source_axes: for each axis of the source the common axes that make it up, major to minor.
+        source_axes: for each source axis, the common axes that make it up, major to minor.
         target_axes: the same for the target.
     """
 
@@ -41,23 +41,21 @@ class Refinement:
 
     @cached_property
     def source_axis_of_each(self) -> tuple[int, ...]:
-        """The source axis that each common axis is a part of; 0 for a part of none."""
+        """The source axis that contains each common axis; 0 if there is none."""
         found = {part: axis for axis, parts in enumerate(self.source_axes) for part in parts}
-        # The only common axis of a mesh of one rank is a part of none.
+        # No source axis contains the only common axis of a mesh of one rank.
         return tuple(found.get(axis, 0) for axis in range(self.layout.ndim))
 
     def source_placement(self, placement: Placement) -> Placement:
-        """Return a placement on the source mesh as a placement over the common axes."""
         return _refined(placement, self.source_axes, self.layout.sizes)
 
     def target_placement(self, placement: Placement) -> Placement:
-        """Return a placement on the target mesh as a placement over the common axes."""
         return _refined(placement, self.target_axes, self.layout.sizes)
 
 
 @lru_cache(maxsize=256)
 def refine(source: Layout, target: Layout) -> Refinement:
-    """Return the coarsest axes that make up the axes of both meshes; raises MeshError without any.
+    """Return the coarsest common axes; raise MeshError if there are none.
 
     Example:
         >>> found = refine(
@@ -76,9 +74,10 @@ def refine(source: Layout, target: Layout) -> Refinement:
         raise MeshError(
             "two meshes order their ranks so differently that no common axes describe both",
             where=where,
-            expected="each axis of the target at fixed strides in the order of the source's ranks",
+            expected="each axis of the target to have fixed strides in the order of the source's "
+            "ranks",
             found=f"{_order_text(source)}; and {_order_text(target)}",
-            fix="make one mesh from the other by unflatten, flatten and transpose",
+            fix="derive one mesh from the other with unflatten, flatten and transpose",
         )
     own = Layout.from_shape(source.sizes).modes
     cuts = {1, source.num_ranks}
@@ -93,7 +92,8 @@ def refine(source: Layout, target: Layout) -> Refinement:
                 where=where,
                 expected="sizes whose products, from the last axis on, divide one another",
                 found=f"axes that end after {smaller} ranks and after {larger}",
-                fix="move the array to a mesh in between, such as one axis of all ranks, whole",
+                fix="reshard in two steps: first replicate the array on a mesh with one axis over "
+                "all ranks",
             )
     strides = ascending[-2::-1] or [1]
     sizes = tuple(larger // smaller for smaller, larger in pairwise(ascending))[::-1] or (1,)
@@ -107,12 +107,12 @@ def refine(source: Layout, target: Layout) -> Refinement:
 def _places_in(
     source: Layout, target: Layout, where: str
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return the place of each of the target's ranks in the source's row-major order."""
+    """Return the index of each target rank in the source's row-major order."""
     ranks, wanted = source.ranks().ravel(), target.ranks()
     order = np.argsort(ranks)
     if not np.array_equal(ranks[order], np.sort(wanted.ravel())):
         raise MeshError(
-            "an array moves between meshes over the same ranks only",
+            "cannot move an array between meshes over different ranks",
             where=where,
             expected=ranks_text(sorted(ranks.tolist())),
             found=ranks_text(sorted(wanted.ravel().tolist())),
@@ -142,7 +142,7 @@ def _names(
     target_axes: tuple[tuple[int, ...], ...],
     count: int,
 ) -> tuple[str, ...] | None:
-    """Return a name per common axis, made of its mesh axes' names; None without names."""
+    """Return a name per common axis, from its mesh axes' names; or None."""
     if source.names is None or target.names is None:
         return None
     found = [""] * count

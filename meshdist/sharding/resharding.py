@@ -1,4 +1,4 @@
-"""Plans carried out on tensors, with derivatives: the backward is the plan's transpose."""
+"""Run plans on tensors, differentiably: the backward runs the transposed plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..annotations.axis_types import (
     type_of,
     with_kinds,
 )
-from ..annotations.carried_specs import find_spec, spec_texts
+from ..annotations.tensor_specs import find_spec, spec_texts
 from ..arrays import Array, as_tensor, describe, like
 from ..collectives.torch_private import (
     HiddenFromModes,
@@ -29,27 +29,27 @@ from ..collectives.torch_private import (
     current_task,
 )
 from ..errors import ArgumentError, DtypeError
+from ..functional.equality_checks import check_replicas
 from ..functional.linear_function import LinearFunction
-from ..functional.value_checks import check_replicas
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding, sharding_of
-from ..typed_contexts.context import ContextMode, find_context
-from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
-from .changes import dim_of_largest_cells, extended
-from .executor import Carrier
-from .planner import plan_move, wire_links
+from ..typed_mode.context import ContextMode, find_context
+from ..typed_mode.type_errors import foreign_mesh, rejected_sharding, unmarked_shard
+from .executor import PlanExecutor
+from .placement_diff import dim_of_largest_cells, extended
+from .planner import backend_links, plan_move
 from .plans import Plan, make_plan
 from .refinement import refine
 
 FITTING_KINDS = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
-"""For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
-summand where the sharding says so, as for ``lax.psum``."""
+"""For each kind of a sharding, the kinds of values that have it or are cast to it. As for
+``lax.psum``, a sharding can declare a varying value a partial sum."""
 
 
 def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
-    """Return the kind of a value over each axis of a sharding's mesh.
+    """Return the kind of a value over each mesh axis.
 
     Example:
         >>> from ..mesh.layout import Layout
@@ -68,7 +68,7 @@ def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
 
 def typed_operand(
     mode: ContextMode,
-    verb: str,
+    operation: str,
     x: torch.Tensor,
     source: NamedSharding,
     wanted_kinds: Mapping[str, str],
@@ -76,34 +76,34 @@ def typed_operand(
 ) -> torch.Tensor:
     """Return ``x`` cast to ``wanted_kinds`` over axes where it is invariant; or raise."""
     if mesh is not mode.mesh:
-        _check_mesh(mode, verb, mesh)
-    kinds = kinds_in(mode.operand_type(x, verb))
+        _check_mesh(mode, operation, mesh)
+    kinds = kinds_in(mode.operand_type(x, operation))
     missing = {}
     for axis, wanted in wanted_kinds.items():
         kind = kinds.get(axis, "I")
         if kind not in FITTING_KINDS[wanted] or (
             kind == "V" and wanted == "U" and find_spec(x) is not None
         ):
-            raise refused_sharding(verb, x, axis, wanted, mode.mesh, repr(source.spec))
+            raise rejected_sharding(operation, x, axis, wanted, mode.mesh, repr(source.spec))
         if kind == "I" != wanted:
-            # Nothing says whether the parts of this tensor differ, on which its gradient depends,
-            # but the program's ``md.annotate(w)``, on a leaf: a result may be made from a leaf
-            # that lacks its mark, and a wrapper marks all its leaves.
+            # The gradient depends on whether the parts of this tensor differ. Only a leaf that the
+            # program annotates, ``md.annotate(w)``, shows it: a result may be computed from an
+            # unannotated leaf, and DDP annotates all its leaves.
             is_typed = find_type(x) is not None and find_owner_axes(x) is None
             is_leaf = x.is_leaf and is_typed
             if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not is_leaf:
-                raise unmarked_shard(verb, x, axis, mode.mesh, repr(source.spec))
+                raise unmarked_shard(operation, x, axis, mode.mesh, repr(source.spec))
             missing[axis] = wanted
     return mode.cast(x, missing) if missing else x
 
 
-def _check_mesh(mode: ContextMode, verb: str, mesh: DeviceMesh) -> None:
+def _check_mesh(mode: ContextMode, operation: str, mesh: DeviceMesh) -> None:
     own = mode.mesh
     if not all(
         name in own.axis_names and own.get_group(name).ranks == mesh.get_group(name).ranks
         for name in mesh.axis_names
     ):
-        raise foreign_mesh(verb, mesh.axis_names, own, mesh)
+        raise foreign_mesh(operation, mesh.axis_names, own, mesh)
 
 
 def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
@@ -113,7 +113,7 @@ def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
 
 
 class Transfer:
-    """A differentiable function that runs a plan's steps; its constructor opens their groups."""
+    """A differentiable function that runs a plan; its constructor opens groups."""
 
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan = plan
@@ -122,19 +122,17 @@ class Transfer:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.shape = plan.source.local_shape(coordinate)
-        self.carry = Carrier(plan.steps, self.shape, mesh, plan.title)
+        self.carry = PlanExecutor(plan.steps, self.shape, mesh, plan.op_name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the plan's result on ``x``, differentiable; collective."""
         if x.requires_grad and self._transpose is None:
-            self._transpose = self.transpose  # opens its groups: in a backward none may open
+            self._transpose = self.transpose  # Open its groups now; a backward must not.
         return call_function(_Transferred, x, self)
 
     @property
     def transpose(self) -> Transfer:
-        """The transfer from the target's cotangent to the source's cotangent."""
-        # No cached_property: until Python 3.12 it holds a lock, which all simulated ranks share,
-        # while groups are opened.
+        # Not a cached_property: until Python 3.12 it would hold a lock, shared by all simulated
+        # ranks, while groups open.
         found = self._transpose
         if found is None:
             found = self._transpose = get_transfer(self._plan.T, self._mesh)
@@ -152,7 +150,7 @@ class Transfer:
         )
 
     def carry_batch(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the plan's result on each array of a batch (leading dims), without gradient."""
+        """Return the plan's result on a batch (leading dims), without gradient."""
         batch = x.shape[: x.dim() - len(self.shape)]
         plan = self._plan
         batched = make_plan(
@@ -161,13 +159,13 @@ class Transfer:
             plan.coordinate,
             layout=plan.layout,
             links=plan.links,
-            title=f"{plan.title}, {tuple(batch)} times",
+            op_name=f"{plan.op_name}, {tuple(batch)} times",
         )
         return get_transfer(batched, self._mesh).carry(x)
 
 
 def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
-    """Return the placement with leading batch dims, whole on every rank."""
+    """Return the placement with leading batch dims, unsharded."""
     dims = (*(split_dim(size, (), ()) for size in batch), *placement.dims)
     shape = (*batch, *placement.shape)
     return Placement(placement.mesh_sizes, shape, dims, placement.unreduced, placement.reduced)
@@ -175,23 +173,23 @@ def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
 
 def transfer_or_alias(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
     """Return the plan's result on ``x``: ``x`` or an alias if nothing is sent or copied."""
-    # An alias, whose backward sums, is kept while ``x`` lives: three uses share one sum.
+    # The alias, whose backward sums, is kept while ``x`` lives, so that its uses share one sum.
     if not plan.is_identity:
         return get_transfer(plan, mesh)(x)
     if not (x.requires_grad and torch.is_grad_enabled()) or plan.T.is_identity:
         return x
     transfer = get_transfer(plan, mesh)
-    _ = transfer.transpose  # opens its groups
+    _ = transfer.transpose  # Open its groups before the backward.
     if x.is_leaf or are_transforms_active():
         return call_function(_Aliased, x, transfer)
     return mesh.caches.of(_KeptAliases).alias(x, transfer, (plan.source, plan.target))
 
 
 class _KeptAliases:
-    """The aliases of living tensors through which a backward runs, by tensor and placements."""
+    """Aliases of live tensors through which a backward runs, by tensor and placements."""
 
-    # A backward runs a checkpoint's forward again: what is kept there is kept for it alone. An
-    # alias holds the history of its tensor, and not the tensor.
+    # A backward runs a checkpoint's forward again: its aliases are kept separately. An alias holds
+    # the history of its tensor but not the tensor.
 
     def __init__(self) -> None:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -203,13 +201,13 @@ class _KeptAliases:
         kept: dict[Any, torch.Tensor] = self._kept.setdefault(x, {})
         key = ends, x._version, current_task()
         found = kept.get(key)
-        if found is None or not found.is_set_to(x):  # `.data =` makes no new version
+        if found is None or not found.is_set_to(x):  # `.data =` does not raise the version.
             found = kept[key] = call_function(_Aliased, x, transfer)
         return found
 
 
 class _Aliased(LinearFunction):
-    """The autograd function of a plan without steps: a view, with the plan's transpose backward."""
+    """A plan without steps: a view whose backward runs the transpose."""
 
     @staticmethod
     def forward(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
@@ -239,10 +237,10 @@ class Move:
 
     Args:
         source, target: on meshes over the same ranks.
-        shape: of the whole array in ``source``.
-        pattern: the text with "->" of which both are the sides: dims are matched by name, put in
-            another order and grouped differently. None if dims stay as they are.
-        verb: the public call, for messages.
+        shape: the global shape in ``source``.
+        pattern: the text with "->" that states both: dims are matched by name, reordered and
+            regrouped. None keeps the dims.
+        collective: the public call, for messages.
     """
 
     def __init__(
@@ -252,15 +250,15 @@ class Move:
         shape: tuple[int, ...],
         pattern: str | None = None,
         *,
-        verb: str = "reshard",
+        operation: str = "reshard",
     ) -> None:
-        self.source, self.target, self._verb = source, target, verb
+        self.source, self.target, self._operation = source, target, operation
         self.target_shape = shape if pattern is None else target.parts.shape
         self._split = self._merge = None
-        # What moves are the parts in the order of the right side: their merge copies nothing.
+        # Parts move in the order of the right side, so that merging them copies nothing.
         mesh, names = source.mesh, target.parts.names
         ends = source, target, shape
-        plan = plan_move(*ends, mesh.get_rank(), wire_links(mesh), pattern, names)
+        plan = plan_move(*ends, mesh.get_rank(), backend_links(mesh), pattern, names)
         counts = source.parts.counts, target.parts.counts
         if pattern and (source.parts.names != names or {*counts[0], *counts[1]} - {1}):
             letters = {name: f"d{place}" for place, name in enumerate(names)}
@@ -283,26 +281,26 @@ class Move:
         self._is_summed = bool(plan.source.unreduced or plan.target.unreduced)
         kinds, wanted = self._kinds = kinds_of(source), kinds_of(target)
         axis_sizes = source.mesh.axis_sizes
-        # Along these axes parts of what each rank holds come together.
+        # Along these axes each rank uses a part of an array that all must hold equally.
         self._alike = {
             axis
             for axis in kinds
             if axis_sizes.get(axis, 1) > 1 and kinds[axis] in "IR" and wanted.get(axis, "V") in "UV"
         }
-        self._fitting: tuple[Any, ...] | None = None  # the annotation of a tensor that fits
-        self._annotation: tuple[Any, ...] = ()  # of each result, since all have one shape
+        self._fitting: tuple[Any, ...] | None = None  # the last annotation that passed the check
+        self._annotation: tuple[Any, ...] = ()  # of each result, since all have the same shape
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
         """Return the result on ``x`` in new memory, differentiable; ``check`` compares replicas.
 
         Args:
-            check: None compares them on simulated ranks, and at debug level DETAIL.
+            check: None compares them on simulated ranks and at debug level DETAIL.
         """
         if self._is_summed and x.dtype is torch.bool:
             raise DtypeError(
-                f"{self._verb}: bool values have no sum",
-                where=self._plan.title,
-                expected="numbers, where ranks hold summands",
+                f"{self._operation} cannot sum bool values",
+                where=self._plan.op_name,
+                expected="numbers, since ranks hold partial sums",
                 found=describe(x),
                 fix="count in integers: x.to(torch.int32)",
             )
@@ -318,39 +316,38 @@ class Move:
 
     def of(self, local: Array) -> Array:
         """Return the result on an array of any library, in that library."""
-        tensor = as_tensor(local, argument="local", verb=self._verb, writable=False)
+        tensor = as_tensor(local, argument="local", operation=self._operation, writable=False)
         return like(self(tensor), local)
 
     def _run_typed(self, mode: ContextMode, x: torch.Tensor, check: bool | None) -> torch.Tensor:
         other = self.target.mesh
         if other is not mode.mesh:
-            _check_mesh(mode, self._verb, other)
+            _check_mesh(mode, self._operation, other)
         here, there = self._kinds
-        text = with_kinds(mode.operand_type(x, self._verb), there)
-        cast = typed_operand(mode, self._verb, x, self.source, here, self.source.mesh)
-        check_spec(self._verb, x, self.source, self._plan.title)
+        text = with_kinds(mode.operand_type(x, self._operation), there)
+        cast = typed_operand(mode, self._operation, x, self.source, here, self.source.mesh)
+        check_spec(self._operation, x, self.source, self._plan.op_name)
         result = self._moved(cast, check)
         set_type(result, text)
-        mode.note(result, self._verb, [x])
+        mode.note(result, self._operation, [x])
         return result
 
     def _check_marks(self, x: torch.Tensor) -> None:
-        """Raise if the spec or the type of ``x`` contradicts the source."""
-        check_spec(self._verb, x, self.source, self._plan.title)
+        check_spec(self._operation, x, self.source, self._plan.op_name)
         mesh = self.source.mesh
         here, there = self._kinds
         for axis, kind in kinds_in(type_of(x)).items():
-            # Where values and gradients are left alone a parameter's mark by its wrapper is, too.
+            # If values and gradients stay unchanged, DDP's annotation of a parameter is kept too.
             is_left_alone = kind == "R" and here.get(axis) == "I" == there.get(axis)
             if mesh.axis_sizes.get(axis, 1) > 1 and not (
                 kind in FITTING_KINDS[here[axis]] or is_left_alone
             ):
                 text = repr(self.source.spec)
-                raise refused_sharding(self._verb, x, axis, here[axis], mesh, text)
+                raise rejected_sharding(self._operation, x, axis, here[axis], mesh, text)
 
     def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
         if self._alike:
-            check_replicas(x, self.source.mesh, self._alike, self._plan.title, check)
+            check_replicas(x, self.source.mesh, self._alike, self._plan.op_name, check)
         if self._split is None or self._merge is None:
             result = self._transfer(x)
         else:
@@ -363,7 +360,7 @@ class Move:
 
 
 def kept_move(mesh: DeviceMesh, key: Hashable, make: Callable[[], Move]) -> Move:
-    """Return the move that ``mesh`` keeps under ``key``; the first call makes it, collectively."""
+    """Return the move cached under ``key``; the first call makes it, collectively."""
     found = mesh.caches.find(Move, key)
     return mesh.caches.keep(Move, key, make()) if found is None else found
 
@@ -371,7 +368,7 @@ def kept_move(mesh: DeviceMesh, key: Hashable, make: Callable[[], Move]) -> Move
 def move(
     local: Array, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> Array:
-    """Return this rank's shard after the move from ``source`` to ``target``; collective."""
+    """Return this rank's shard after the move; collective."""
     ends = source, target, shape
     return kept_move(source.mesh, ends, lambda: Move(*ends)).of(local)
 
@@ -379,7 +376,7 @@ def move(
 def cut_further(
     sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> NamedSharding:
-    """Return ``sharding`` with ``axes`` cutting, too, the dim whose cells are the largest."""
+    """Return ``sharding`` with ``axes`` also cutting the dim with the largest cells."""
     # The new axes are the dim's minor axes, so that a single all-gather undoes it.
     placement = sharding.placement(shape)
     dims = list(placement.dims)
@@ -391,7 +388,7 @@ def cut_further(
 
 
 def _side_text(names: Sequence[str], counts: Sequence[int]) -> str:
-    """Return a side of einops' pattern.
+    """Return one side of an einops pattern.
 
     Example:
         >>> _side_text(("h", "k", "s"), (2, 0, 1))
@@ -402,25 +399,27 @@ def _side_text(names: Sequence[str], counts: Sequence[int]) -> str:
     return " ".join(f"({group})" if " " in group else group or "1" for group in groups)
 
 
-def check_spec(verb: str, x: torch.Tensor, source: NamedSharding, where: str) -> None:
-    """Raise if ``x`` carries a spec that cuts other dims than ``source`` does."""
+def check_spec(
+    operation: str, x: torch.Tensor, source: NamedSharding, where: str, name: str = "x"
+) -> None:
+    """Raise if ``x`` carries a spec that cuts other dims than ``source``."""
     if (carried := find_spec(x)) is None:
         return
     sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))
     said = _cut_dims(source.spec)
     for axis, dim in _cut_dims(carried).items():
-        is_summand = axis in source.spec.unreduced
-        if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_summand:
-            lies = f"dim {dim} is cut over {axis!r}"
+        is_partial_sum = axis in source.spec.unreduced
+        if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_partial_sum:
+            cut = f"dim {dim} is cut over {axis!r}"
             raise ArgumentError(
-                f"{verb}: the tensor does not lie as the left side, or the source, says",
+                f"{operation}: the tensor's annotation does not match the left side, or the source",
                 where=where,
-                expected=f"a tensor that lies as {source.spec!r}",
-                found=f"x carries {carried!r}",
-                fix=f"write how it lies: {lies}; if it lies otherwise by now, md.annotate(x, ...)",
+                expected=f"a tensor sharded as {source.spec!r}",
+                found=f"{name} is annotated as {carried!r}",
+                fix=f"write its sharding: {cut}; if the annotation is outdated, call "
+                f"md.annotate({'x' if name == 'x' else 'tensor'}, ...)",
             )
 
 
 def _cut_dims(spec: PartitionSpec) -> dict[str, int]:
-    """Return the dim that each axis of a spec cuts."""
     return {axis: dim for dim, entry in enumerate(spec.partitions) for axis in axes_of(entry)}

@@ -1,31 +1,29 @@
-"""The route of a plan: the stages from one placement to another, chosen by their price.
+"""Choose the cheapest route of a plan: its phases from one placement to another.
 
-Without a sum the only route is a single exchange. With a sum there are candidates: every
-destination takes all summands, or of the ranks that end up equal each takes a part, which they
-gather from each other; an all-reduce, then an exchange; a reduce-scatter, then an exchange. The
-latter two also after slices along free axes, so that replicas share the work. The fewest elements
-that all ranks receive together win; of equal counts the route with fewer exchanges by boxes, which
-verbs outrun, then the quicker route by constant links, in whole nanoseconds, then that of fewer
-verbs, then the first: so all ranks choose alike.
+Without a sum the only route is a single exchange. With a sum there are these candidates: (1) every
+destination receives all partial sums; (2) ranks that end up equal each receive a part and gather
+the others; (3) an all-reduce, then an exchange; (4) a reduce-scatter, then an exchange. The last
+two are also tried after slices along free axes, so that replicas share the work. The best route has
+the fewest elements received by all ranks, then fewer box exchanges (collectives are faster), then
+the shorter time in whole nanoseconds, then fewer collectives.
 
-Estimates, and choices between equal bytes, read how fast an axis is, as constants. All ranks of a
-mesh must choose alike, so nothing that one rank measures may enter: a link follows from the wire of
-the axis and from whether some group along it spans hosts.
+All ranks must choose the same route, so times use constants, never a rank's measurements. A link
+follows from the axis's backend and from whether a group along the axis spans hosts.
 
-Drawn case: each of 4 ranks holds a summand of 8 numbers, and all shall have the sum.
+Worked example: each of 4 ranks holds a partial sum of 8 numbers, and all shall have the sum.
 
     rank 0    aaaaaaaa      AA......      AAAAAAAA    A: a sum; each rank makes 2 of the 8
     rank 1    bbbbbbbb      ..AA....      AAAAAAAA    first arrow: a reduce-scatter
     rank 2    cccccccc  ->  ....AA..  ->  AAAAAAAA    second arrow: an all-gather
     rank 3    dddddddd      ......AA      AAAAAAAA    both at once: an all-reduce
 
-    candidate                               all ranks receive    waits for messages    verbs
-    each takes all other summands           4 * 3 * 8   = 96     3 * 5 us = 15 us      1, of boxes
-    an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us      1
-    a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us      2
+    candidate                               all ranks receive    waits for messages  collectives
+    each takes all other partial sums           4 * 3 * 8   = 96     3 * 5 us = 15 us    1, of boxes
+    an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us    1
+    a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us    2
 
-The first receives more, though it waits less. The others are even, but for the number of verbs. If
-each rank shall have its 2 sums alone, the reduce-scatter does it, and the ranks receive 24 in all.
+The first receives more, though it waits less. The others differ in their number of collectives.
+If each rank needs only its own 2 sums, the reduce-scatter suffices, and the ranks receive 24.
 
     >>> from ..mesh.placement import split_dim
     >>> source = Placement((4,), (8,), (split_dim(8, (), ()),), unreduced=(0,))
@@ -51,9 +49,9 @@ from itertools import product
 from ..errors import ArgumentError, KindError
 from ..mesh.layout import Layout
 from ..mesh.placement import DimSplit, Placement
-from .change_steps import exchange_steps, group_at, local_steps, verb_steps
-from .changes import Change, bare, change_between, dim_of_largest_cells, extended
-from .steps import Step, VerbStep
+from .lowering import exchange_steps, group_at, local_steps, operation_steps
+from .placement_diff import Change, bare, change_between, dim_of_largest_cells, extended
+from .steps import CollectiveStep, Step
 
 __all__ = ["Link"]
 
@@ -64,10 +62,10 @@ class Link:
 
     Args:
         latency_s: the time of one message, however short.
-        bytes_per_s: the bytes that a rank receives in a second; it sends as many meanwhile.
+        bytes_per_s: the bytes that a rank receives per second while it sends as many.
 
     Raises:
-        ArgumentError: a latency that is negative or infinite, or a rate that is not positive.
+        ArgumentError: a negative or infinite latency, or a rate that is not positive.
 
     Example:
         >>> Link(latency_s=2e-6, bytes_per_s=1e11).time_s(messages=3, num_bytes=10**8)
@@ -80,19 +78,19 @@ class Link:
     def __post_init__(self) -> None:
         if not (0 <= self.latency_s < float("inf") and self.bytes_per_s > 0):
             raise ArgumentError(
-                "a link's latency is finite and not negative, and its rate is above zero",
+                "a Link needs a finite latency of at least 0 and a rate above 0",
                 found=f"latency_s={self.latency_s}, bytes_per_s={self.bytes_per_s}",
             )
 
     def time_s(self, messages: int, num_bytes: float) -> float:
-        """Return the time of so many messages in turn, and of their bytes."""
+        """Return the time of this many sequential messages and bytes."""
         return messages * self.latency_s + num_bytes / self.bytes_per_s
 
 
 DEFAULT_LINK = Link(5e-6, 4e9)
-"""Shared memory's, and that of a mesh without processes."""
+"""The link of shared memory, and of a mesh without processes."""
 
-# Per wire: the link inside a host, and between hosts.
+# For each backend: the link inside a host, and the link between hosts.
 _LINKS = {
     "shm": (DEFAULT_LINK, Link(5e-5, 2e9)),
     "simulated": (DEFAULT_LINK, DEFAULT_LINK),
@@ -102,22 +100,22 @@ _LINKS = {
 }
 
 
-def default_link(wire: str, *, spans_hosts: bool) -> Link:
-    """Return the assumed latency and rate of a wire; Gloo's for an unknown wire."""
-    return _LINKS.get(wire, _LINKS["gloo"])[spans_hosts]
+def default_link(backend: str, *, spans_hosts: bool) -> Link:
+    """Return a backend's assumed link; Gloo's for an unknown backend."""
+    return _LINKS.get(backend, _LINKS["gloo"])[spans_hosts]
 
 
 def links_of(
     layout: Layout, links: Mapping[str | int, Link] | Link | None, defaults: Sequence[Link]
 ) -> tuple[Link, ...]:
-    """Return a link per axis: from ``links``, by name or index, else ``defaults``; check types."""
+    """Return a link per axis from ``links``, by name or index, or ``defaults``."""
     if links is None:
         return tuple(defaults)
     if isinstance(links, Link):
         return (links,) * layout.ndim
     if not isinstance(links, Mapping):
         raise KindError(
-            "links are one Link, or a mapping of axes to Links",
+            "links must be one Link, or a mapping from axes to Links",
             where="argument links",
             found=type(links).__name__,
         )
@@ -125,7 +123,7 @@ def links_of(
     for axis, link in links.items():
         if not isinstance(link, Link):
             raise KindError(
-                f"the link of axis {axis!r} is no Link",
+                f"the link of axis {axis!r} is not a Link",
                 where="argument links",
                 expected="md.Link(latency_s, bytes_per_s)",
                 found=repr(link),
@@ -135,20 +133,20 @@ def links_of(
 
 
 def slowest(links: Sequence[Link], axes: Sequence[int]) -> Link:
-    """Return a link with the largest latency and the smallest rate of ``links`` at ``axes``."""
+    """Return the largest latency and the smallest rate of ``links`` at ``axes`` as a link."""
     chosen = [links[axis] for axis in axes]
     return Link(max(c.latency_s for c in chosen), min(c.bytes_per_s for c in chosen))
 
 
-# Up to so many free axes all their subsets are tried for slices; beyond, none, all, and each kind.
+# Up to this many free axes, try all subsets for slices; beyond, only none, all, and each kind.
 _FEW_AXES = 3
-# Choices weigh latencies against bytes for elements of this size: plans do not know the dtype.
+# Plans do not know the dtype: choices weigh latencies against bytes for elements of this size.
 _NOMINAL_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A stage of a route: an all-reduce of whole local arrays over ``axes``."""
+    """A phase of a route: an all-reduce of local arrays over ``axes``."""
 
     placement: Placement
     axes: tuple[int, ...]
@@ -166,13 +164,13 @@ class Sum:
 
 
 Stage = Change | Sum
-# What a candidate passes through: what is all-reduced, or None, and what is exchanged in the end.
+# A candidate's intermediate placements: of an all-reduce, or None, then of an exchange.
 _Between = tuple[Placement | None, Placement | None]
 
 
 @lru_cache(maxsize=4096)
 def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the fewest elements received; ``links`` decide between equals."""
+    """Return the phases with the fewest elements received; ``links`` break ties."""
     whole = change_between(source, target)
     if not whole.summed:
         return (whole,)
@@ -181,14 +179,14 @@ def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) ->
     routes = [_route(ends, whole) for price, ends in priced if price == fewest]
     if len(routes) == 1:
         return routes[0]
-    # min takes the first of equals
-    return min(routes, key=lambda route: _boxes_time_and_verbs(route, links))
+    # min returns the first of equal routes.
+    return min(routes, key=lambda route: _boxes_time_and_operations(route, links))
 
 
 def route_between(
     source: Placement, target: Placement, links: tuple[Link, ...]
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """Return the best route's stages, and axes along which ranks but coordinate 0 get zeros."""
+    """Return the best phases, and the axes where only coordinate 0 gets values."""
     source, target, void = _without_zeros(source, target)
     return find_route(source, target, links), void
 
@@ -196,10 +194,10 @@ def route_between(
 def _without_zeros(
     source: Placement, target: Placement
 ) -> tuple[Placement, Placement, tuple[int, ...]]:
-    """Return both without axes where all coordinates but 0 get zeros, and these axes."""
+    """Return both without axes where only coordinate 0 gets values, and these axes."""
     source, target = bare(source), bare(target)
-    # Where a free axis becomes unreduced, coordinate 0 takes the route, and the others get zeros.
-    # For the ranks at coordinate 0 such an axis has size 1.
+    # If a free axis becomes unreduced, coordinate 0 runs the route as if the axis had size 1, and
+    # the other coordinates get zeros.
     free = source.free_axes
     void = tuple(axis for axis in target.unreduced if axis in free)
     if void:
@@ -212,7 +210,7 @@ def _without_zeros(
 
 @lru_cache(maxsize=4096)
 def num_received_by_all(source: Placement, target: Placement) -> int:
-    """Return the price of the best route: the elements that all ranks receive together.
+    """Return the cost of the best route: the elements that all ranks receive together.
 
     Example:
         >>> from ..mesh.placement import split_dim
@@ -228,15 +226,14 @@ def num_received_by_all(source: Placement, target: Placement) -> int:
 
 
 def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return the steps by which the rank at ``coordinate`` carries out a stage."""
     if isinstance(stage, Sum):
         group = group_at(stage.axes, stage.placement.mesh_sizes, coordinate)
         shape = stage.placement.local_shape(coordinate)
-        return (VerbStep(shape, *group, "all_reduce", shape),)
+        return (CollectiveStep(shape, *group, "all_reduce", shape),)
     if stage.num_received == 0:
         return local_steps(stage, coordinate)
     if stage.has_product_form:
-        return verb_steps(stage, coordinate)
+        return operation_steps(stage, coordinate)
     return exchange_steps(stage, coordinate)
 
 
@@ -262,7 +259,7 @@ def _candidates(whole: Change) -> Iterator[tuple[int, _Between]]:
         price = 2 * (members - 1) * (num_held_in_all(part) // members)
         yield price + change_between(done, target).num_received, (part, done)
         if not source.dims:
-            continue  # a scalar cannot be cut
+            continue  # A scalar cannot be cut.
         homes |= {axis: _home(axis, source, target) for axis in summed}
         for scattered in _with_more_cuts(source, target, homes, kept):
             price = (members - 1) * num_held_in_all(scattered)
@@ -282,7 +279,7 @@ def _route(between: _Between, whole: Change) -> tuple[Stage, ...]:
 
 
 def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
-    """Yield sets of replicated axes along which to slice before a sum; slicing sends nothing."""
+    """Yield sets of replicated axes along which to slice before a sum."""
     target = whole.target
     useful = [axis for axis in whole.source.free_axes if target.mesh_sizes[axis] > 1]
     if not target.dims:
@@ -310,9 +307,9 @@ def _with_more_cuts(
     """Yield ``start`` with its dims cut further by the axes of ``homes``, in either order.
 
     Args:
-        end: its order is kept for the axes that it has; the others stand behind, in either order.
+        end: gives the order of its axes; other axes follow, in either order.
         homes: the dim that each new axis cuts.
-        unreduced: the axes over which the results are unreduced.
+        unreduced: the unreduced axes of the results.
     """
     sizes = start.mesh_sizes
     tried: list[Placement] = []
@@ -333,18 +330,19 @@ def _with_more_cuts(
 
 
 def num_held_in_all(placement: Placement) -> int:
-    """Return the number of elements that all ranks hold together."""
     sizes = placement.mesh_sizes
     copies = (size for axis, size in enumerate(sizes) if axis not in placement.cut_axes)
     return math.prod(placement.shape) * math.prod(copies)
 
 
-def _boxes_time_and_verbs(route: Sequence[Stage], links: tuple[Link, ...]) -> tuple[int, int, int]:
-    """Return (box exchanges, nanoseconds, verbs) of a route, smaller is better."""
-    # Times are added as fractions, since sums of floats part what is equal. 4 elements on 2 ranks:
-    # an all-reduce takes 10 us + 4 ns; a reduce-scatter and an all-gather take (5 us + 2 ns) twice,
-    # as floats 1.7e-21 s less.
-    time, boxes, verbs = Fraction(0), 0, 0
+def _boxes_time_and_operations(
+    route: Sequence[Stage], links: tuple[Link, ...]
+) -> tuple[int, int, int]:
+    """Return a route's (box exchanges, nanoseconds, collectives); smaller is better."""
+    # Times are added as fractions, because rounded sums of equal times can differ. 4 elements on
+    # 2 ranks: an all-reduce takes 10 us + 4 ns; a reduce-scatter and an all-gather take
+    # (5 us + 2 ns) twice, as floats 1.7e-21 s less.
+    time, boxes, operations = Fraction(0), 0, 0
     for stage in route:
         if stage.num_received == 0:
             continue
@@ -358,7 +356,7 @@ def _boxes_time_and_verbs(route: Sequence[Stage], links: tuple[Link, ...]) -> tu
         for axes in groups:
             members = math.prod(sizes[axis] for axis in axes)
             time += rounds * (members - 1) * round(slowest(links, axes).latency_s * 1e9)
-            verbs += 1
+            operations += 1
         mean_bytes = Fraction(_NOMINAL_BYTES * stage.num_received, math.prod(sizes))
         time += mean_bytes * Fraction(1e9 / slowest(links, stage.group).bytes_per_s)
-    return boxes, round(time), verbs
+    return boxes, round(time), operations

@@ -1,7 +1,7 @@
-"""The arrays that a mapped function takes and returns: how each lies by its spec, and its sizes.
+"""Match the arguments and results of a mapped function with their specs.
 
-What does not fit its spec is refused here: a call raises a single error, which shows all arrays
-that do not fit, on every rank where its arguments, or results, are the same.
+A call raises a single error that shows all arrays that do not fit their specs, on every rank with
+the same arguments, or results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import optree
 import torch
 
 from ..annotations.axis_types import KINDS, kinds_in, type_of
-from ..annotations.carried_specs import checked_spec
+from ..annotations.tensor_specs import checked_spec
 from ..arrays import as_tensor, describe, shape_text
 from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import HiddenFromModes
@@ -28,25 +28,25 @@ from ..errors import (
     MeshError,
     ShapeError,
 )
-from ..lax.reducing import pcast
+from ..lax.reductions import pcast
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P
 from ..mesh.placement import Placement
 from ..mesh.spec import NamedSharding, sized_by_shards
-from ..typed_contexts.refusals import tensor_text
+from ..typed_mode.type_errors import tensor_text
 from .descriptions import mesh_text
 from .resharding import kinds_of
 from .sharded_array import ShardedArray
 
-_NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
+_NUMBERS = (bool, int, float, complex)  # exact types: numpy.float64 is a float and an array
 
 _CASTS: Mapping[tuple[str, str], str] = {("I", "V"): "varying", ("V", "U"): "unreduced"}
-"""How a result of one kind is cast to the kind that its spec says: where JAX does it, too."""
+"""How a result of one kind is cast to its spec's kind, in the same cases as in JAX."""
 
 
 class _Infer:
-    """The class of the sentinel ``Infer``: take the sharding that an argument has."""
+    """The class of the sentinel ``Infer``: use the argument's own sharding."""
 
     def __repr__(self) -> str:
         return "shard_map.Infer"
@@ -60,11 +60,11 @@ Infer = _Infer()
 
 @dataclass(frozen=True)
 class MappedArray:
-    """An array of a mapped function's arguments or results, and how the whole lies.
+    """An array of a mapped function's arguments or results, with its global sharding.
 
     Args:
         path: the array in messages, such as ``params['w']``.
-        shape: of the whole.
+        shape: the global shape.
     """
 
     value: Any
@@ -79,10 +79,10 @@ class MappedArray:
 
 
 def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
-    """Return the spec of each leaf of ``tree``, of which ``specs`` is a tree prefix.
+    """Return the spec of each leaf of ``tree``; ``specs`` is a tree prefix of it.
 
     Args:
-        name, side: the mapped function's, and the argument's that has the specs; for messages.
+        name, side: the mapped function's name, and the parameter that has the specs.
     """
     try:
         found: list[Any] = optree.broadcast_prefix(specs, tree, none_is_leaf=True)
@@ -92,12 +92,12 @@ def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
     is_list = side == "in_specs" and isinstance(specs, list)
     what = "the tuple of arguments" if side == "in_specs" else "the result"
     raise ArgumentError(
-        f"shard_map of {name}: {side} is no tree prefix of {what}",
-        expected=f"{side} with the structure of {what}, or one spec in place of a part of it",
+        f"shard_map of {name}: {side} is not a tree prefix of {what}",
+        expected=f"{side} with the structure of {what}, or one spec for a subtree of it",
         found=str(first(side)),
         fix="write a tuple of specs, one for each argument"
         if is_list
-        else f"give one spec where all below it lie alike: {side}=P(...)",
+        else f"pass one spec for a subtree of equally sharded arrays: {side}=P(...)",
     )
 
 
@@ -107,10 +107,10 @@ def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
 def find_argument(
     mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: Any, spec: Any, path: str
 ) -> MappedArray | None:
-    """Return an argument's array and sharding; None for a number, for None, or with ``spec`` None.
+    """Return an argument's array and sharding; None for a number, for None, or without ``spec``.
 
     Args:
-        given_mesh: the mesh that the program names; None where the mesh is that in force.
+        given_mesh: the mesh that the program passes; None for the current mesh.
     """
     if spec is None or x is None:
         return None
@@ -123,52 +123,52 @@ def find_argument(
             raise KindError(
                 "a number has no dims and no shards",
                 expected="an array, or the spec P() or None",
-                fix="write P(), with which a number stays what it is",
+                fix="write P(), which passes a number unchanged",
             )
         return None
-    tensor = as_tensor(x, argument=path, verb="shard_map", writable=False)
+    tensor = as_tensor(x, argument=path, operation="shard_map", writable=False)
     for axis, kind in sorted(kinds_in(type_of(tensor)).items()):
         if axis in mesh.axis_names:
             raise AxisTypeError(
-                f"it is {KINDS[kind]} over {axis!r}, and a whole is equal on all ranks",
+                f"it is {KINDS[kind]} over {axis!r}, and a global array is equal on all ranks",
                 expected="an array that is invariant over all axes, or a ShardedArray",
-                fix=f"pass md.ShardedArray({path}, sharding), which says how the shards lie",
+                fix=f"pass md.ShardedArray({path}, sharding) if it is this rank's shard",
             )
     shape = tuple(tensor.shape)
     sharding = _sharding(mesh, given_mesh, tensor, said)
-    if isinstance(said, str):  # whose groups are cut between whole parts
+    if isinstance(said, str):  # A pattern's groups must be cut between whole parts.
         try:
             sharding = NamedSharding.from_pattern(said, mesh, shape)
         except ShapeError as error:
             raise ShapeError(
                 error.summary,
                 expected="a pattern whose groups of dims are cut evenly",
-                fix="say how it is cut: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+                fix="pass the sizes: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
             ) from None
-    sharding.placement(shape)  # raises unless given sizes of shards fit
+    sharding.placement(shape)  # Raise if given shard sizes do not fit.
     return MappedArray(x, path, sharding, shape)
 
 
 def _check_lies_so(
     mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: ShardedArray, spec: Any, path: str
 ) -> None:
-    """Raise unless ``x`` lies on ``mesh`` as ``spec`` says."""
+    """Raise unless ``x`` is sharded on ``mesh`` as ``spec`` states."""
     if x.mesh != mesh:
         raise MeshError(
-            f"it lies on another mesh, ({x.mesh.layout.axis_text()})",
+            f"it is on another mesh, ({x.mesh.layout.axis_text()})",
             expected=f"an array on the mesh of the call, ({mesh.layout.axis_text()})",
             fix=f"pass {path}.reshard(md.NamedSharding(mesh, spec)), with the spec that it needs",
         )
     if spec is Infer:
         return
-    local = as_tensor(x.local, argument=path, verb="shard_map", writable=False)
+    local = as_tensor(x.local, argument=path, operation="shard_map", writable=False)
     wanted = _sharding(mesh, given_mesh, local, spec)
     here, there = x.sharding.placement(x.shape), wanted.placement(x.shape)
-    # A spec says nothing about sizes: those of the array may be its own.
+    # A spec does not state sizes, so any shard sizes of the array are accepted.
     if here != there and (wanted.shard_sizes or _axes(here) != _axes(there)):
         raise ArgumentError(
-            f"it lies as {x.sharding.spec!r}",
-            expected="an array that lies as its spec says: nothing is moved unasked",
+            f"it is sharded as {x.sharding.spec!r}",
+            expected="an array that is sharded as its spec, since shard_map never reshards",
             fix=f"pass {path}.reshard({spec!r}); or leave in_specs out",
         )
 
@@ -181,7 +181,6 @@ def _axes(placement: Placement) -> tuple[Any, ...]:
 def _sharding(
     mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: torch.Tensor, spec: Any
 ) -> NamedSharding:
-    """Return the sharding on ``mesh`` that ``spec`` says, or raise."""
     key = ("shard_map", spec, x.dim(), x.dtype is torch.bool)
     found = mesh.caches.find(NamedSharding, key)
     if found is not None:
@@ -196,7 +195,7 @@ def _sharding(
         raise MeshError(
             f"the sharding is on another mesh, ({spec.layout.axis_text()})",
             expected=f"a sharding on the mesh of the call, ({mesh.layout.axis_text()})",
-            fix="give its spec alone",
+            fix="pass its spec alone",
         )
     return NamedSharding(mesh, checked, shard_sizes=spec.shard_sizes)
 
@@ -213,20 +212,20 @@ def get_result(
     *,
     is_typed: bool,
 ) -> MappedArray:
-    """Return a result with its sharding, all shards being of one size, or raise.
+    """Return a result with its sharding, assuming equal shard sizes; or raise.
 
     Args:
-        given_mesh: the mesh that the program names; None where the mesh is that in force.
-        is_typed: whether a tensor must be of the kinds that its spec says, and is cast to them.
+        given_mesh: the mesh that the program passes; None for the current mesh.
+        is_typed: whether a tensor must have its spec's kinds, and is cast to them.
     """
     if spec is None or spec is Infer:
         raise KindError(
-            f"{spec!r} is no spec of a result",
+            f"{spec!r} is not a spec for a result",
             expected="P(...), a pattern or a NamedSharding",
             fix="write P() for a value that is equal on all ranks",
         )
     with HiddenFromModes():
-        tensor = as_tensor(y, argument=path, verb="shard_map", writable=False)
+        tensor = as_tensor(y, argument=path, operation="shard_map", writable=False)
         try:
             sharding = _sharding(mesh, given_mesh, tensor, spec)
         except ShapeError as error:
@@ -238,18 +237,18 @@ def get_result(
 
 
 def _scalar_beside_dims(error: ShapeError) -> ShapeError:
-    """Return the error of a result without dims whose spec has entries for some."""
+    """Return the error of a scalar with a spec for dims."""
     return ShapeError(
         error.summary,
         expected=error.expected,
         found=error.found,
-        fix="return y[None], to lay the ranks' own values side by side; or write P(), for one "
-        "value that is equal on all ranks, as lax.psum(y, axis) makes it",
+        fix="return y[None] to concatenate the ranks' values; or write P() for one value that is "
+        "equal on all ranks, such as lax.psum(y, axis)",
     )
 
 
 def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
-    """Return ``y`` cast to the types that its spec says; raise if no cast leads there."""
+    """Return ``y`` cast to its spec's types; raise if no cast allows it."""
     mesh, kinds = sharding.mesh, kinds_in(type_of(y))
     casts: dict[str, list[str]] = {}
     for axis, wanted in kinds_of(sharding).items():
@@ -257,22 +256,21 @@ def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
         if kind != wanted:
             to = _CASTS.get((kind, wanted))
             if to is None:
-                raise _refused_kind(axis, mesh.axis_sizes[axis], kind, wanted, y.dim())
+                raise _rejected_kind(axis, mesh.axis_sizes[axis], kind, wanted, y.dim())
             casts.setdefault(to, []).append(axis)
     for to, axes in casts.items():
         y = pcast(y, tuple(axes), to=to, mesh=mesh)
     return y
 
 
-def _refused_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
-    """Return the error of a result whose type over ``axis`` is ``kind`` and not ``wanted``."""
+def _rejected_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
     dim = "" if ndim else ", and give the value a dim: y[None]"
     fixes = {
-        "V": f"lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over {axis!r} makes one "
-        f"value; to lay the ranks' own side by side, name {axis!r} in the spec{dim}",
-        "U": f"lax.psum(y, {axis!r}) adds the summands; or say it: P(unreduced={{{axis!r}}})",
-        "R": f"say it: P(reduced={{{axis!r}}})",
-        "I": f"lax.pcast(y, {axis!r}, to={KINDS[wanted]!r}) first",
+        "V": "make one value with lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over "
+        f"{axis!r}; or, to concatenate the ranks' values, name {axis!r} in the spec{dim}",
+        "U": f"add the partial sums: lax.psum(y, {axis!r}); or write P(unreduced={{{axis!r}}})",
+        "R": f"write P(reduced={{{axis!r}}})",
+        "I": f"call lax.pcast(y, {axis!r}, to={KINDS[wanted]!r}) first",
     }
     says = {"I": "leaves out", "V": "mentions"}.get(wanted, f"calls {KINDS[wanted]}")
     return AxisTypeError(
@@ -285,7 +283,7 @@ def _refused_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> Ax
 def with_common_shapes(
     name: str, mesh: DeviceMesh, arrays: list[MappedArray], *, is_even: bool
 ) -> list[MappedArray]:
-    """Return the results with the whole shapes that all ranks' shards make; collective.
+    """Return the results with global shapes; collective.
 
     Args:
         name: of the mapped function.
@@ -299,9 +297,9 @@ def with_common_shapes(
         raise ShapeError(
             f"shard_map of {name}: ranks returned different numbers of arrays",
             where=mesh_text(mesh),
-            expected="as many on every rank",
+            expected="the same number on every rank",
             found=grouped_text(((rank, f"{num} arrays") for rank, num in counts.items()), "; "),
-            fix="let f return the same structure on every rank",
+            fix="return the same structure from f on every rank",
         )
     found = []
     for place, array in enumerate(arrays):
@@ -322,25 +320,25 @@ def _no_whole(
     sizes = f"out_specs=md.NamedSharding(mesh, {spec!r}, shard_sizes={{dim: sizes}})"
     texts = ((rank, shape_text(shape)) for rank, shape in shapes.items())
     return ShapeError(
-        f"shard_map of {name}: the shards of {array.path} make no whole",
+        f"shard_map of {name}: the shards of {array.path} do not form a global array",
         where=f"{mesh_text(array.sharding.mesh)}, spec {spec!r}",
         expected="shards of one size, since all arguments are cut evenly"
         if is_even
-        else "sizes that differ along the axes of their own dim alone",
+        else "sizes that differ only along the axes that cut the dim",
         found=grouped_text(texts, "; "),
-        fix=f"say the sizes: {sizes}"
+        fix=f"pass the sizes: {sizes}"
         if is_even
-        else "let f return equal shapes along axes that do not cut the dim",
+        else "return equal shapes from f along axes that do not cut the dim",
     )
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def refuse(
+def reject(
     summary: str, mesh: DeviceMesh, problems: Sequence[tuple[str, MeshdistError]]
 ) -> NoReturn:
-    """Raise a single error on all ``problems`` (array text, error), of the first error's class."""
+    """Raise an error on all ``problems`` (array text, error)."""
     first = problems[0][1]
     error = type(first)(
         summary,
@@ -355,7 +353,6 @@ def refuse(
 
 
 def value_text(value: Any) -> str:
-    """Return a short text on an argument or a result, for messages."""
     if isinstance(value, ShardedArray):
         return f"ShardedArray of shape {shape_text(value.shape)}"
     if isinstance(value, torch.Tensor):

@@ -1,6 +1,6 @@
-"""``md.shard_map``: a function of shards becomes a function of whole arrays, as in JAX.
+"""Map a function of shards to a function of global arrays: ``md.shard_map``, as in JAX.
 
-Drawn case: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elements.
+Worked example: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elements.
 
                  rank 0            rank 1
     the call     x, w              x, w            wholes, equal on both ranks: nothing is sent
@@ -10,9 +10,9 @@ Drawn case: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elemen
     sizes        2, 1              2, 1            exchanged, since x is cut unevenly
     the result   a ShardedArray of three elements, of which each rank holds its own
 
-The gradients of x and w come back whole: that of x is gathered, and that of w is summed by the cast
-that ``md.typed`` inserts where w meets x. With ``out_specs=P()`` the call would be refused: ranks
-hold no common value.
+The gradients of x and w are global: x's is gathered, and w's is summed by the cast that
+``md.typed`` inserts. With ``out_specs=P()`` the call would raise, because ranks hold different
+values.
 
     >>> import torch, meshdist as md
     >>> def program():
@@ -40,17 +40,17 @@ from typing import Any
 import optree
 import torch
 
-from ..annotations.carried_specs import mark_spec
+from ..annotations.tensor_specs import mark_spec
 from ..arrays import as_tensor
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..errors import KindError, LengthError, MeshdistError, MeshError, UnequalError
-from ..functional.value_checks import check_replicas, is_compared
+from ..functional.equality_checks import check_replicas, is_compared
 from ..mesh.current_mesh import get_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.context import find_context
-from ..typed_contexts.mode import typed, untyped
+from ..typed_mode.context import find_context
+from ..typed_mode.mode import typed, untyped
 from .api import shard
 from .descriptions import mesh_text
 from .resharding import kinds_of, typed_operand
@@ -59,7 +59,7 @@ from .shard_map_specs import (
     MappedArray,
     find_argument,
     get_result,
-    refuse,
+    reject,
     specs_of_leaves,
     value_text,
     with_common_shapes,
@@ -69,7 +69,7 @@ from .sharded_array import ShardedArray
 __all__ = ["shard_map"]
 
 _mapped_over: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_shard_map", default=())
-"""The meshes of the mapped functions that this context is inside of."""
+"""The meshes of the enclosing mapped functions."""
 
 
 def shard_map(
@@ -82,50 +82,50 @@ def shard_map(
     axis_names: frozenset[str] | set[str] = frozenset(),
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Map ``f``, which works on each rank's shards, to a function of whole arrays, as JAX does.
+    """Map ``f``, which works on each rank's shards, to a function of global arrays, as in JAX.
 
-    The mapped function is called by all ranks of the mesh with equal arguments, by position. ``f``
-    may call the verbs of ``md.lax``; the mesh is in force inside. Without ``f`` it is a decorator.
+    All ranks of the mesh call the mapped function with equal arguments, by position. ``f`` may call
+    the collectives of ``md.lax`` on the mesh, which is current inside. Without ``f`` it is a
+    decorator.
 
     Args:
-        f: gets this rank's shards, and returns shards: torch tensors, or arrays of NumPy or CuPy,
-            in any nesting that optree knows.
-        out_specs: how the shards that ``f`` returns make wholes: a tree prefix of its result, whose
-            leaves are specs. A spec is a ``PartitionSpec``, a pattern such as ``"b@dp d"``, or a
-            ``NamedSharding`` on the mesh, which may say sizes of shards. An axis that a spec leaves
-            out promises that values are equal along it.
-        in_specs: how each argument is cut: a tree prefix of the tuple of arguments, of specs and
-            two others: None passes what stands there as it is, and ``shard_map.Infer`` takes the
-            sharding that a ``ShardedArray`` has.
-        mesh: whose axes the specs name; None takes the mesh in force at each call.
+        f: takes this rank's shards and returns shards: torch tensors, or arrays of NumPy or CuPy,
+            in any optree nesting.
+        out_specs: the sharding of each result: a tree prefix of specs. A spec is a
+            ``PartitionSpec``, a pattern such as ``"b@dp d"``, or a ``NamedSharding`` on the mesh,
+            which may have shard sizes. Values must be equal along axes that the spec leaves out.
+        in_specs: the sharding of each argument: a tree prefix of the argument tuple, of specs,
+            None (passes the argument unchanged) or ``shard_map.Infer`` (uses the sharding of a
+            ``ShardedArray``).
+        mesh: the mesh whose axes the specs name; None takes the current mesh at each call.
         axis_names: must be empty, or name all axes.
-        check_vma: run ``f`` in ``md.typed(mesh)``, and refuse results that are not what their spec
-            says. If False nothing is cast, summed or checked: gradients are those of the verbs.
+        check_vma: run ``f`` in ``md.typed(mesh)``, and reject results that contradict their spec.
+            If False nothing is cast, summed or checked.
 
     Returns:
-        The mapped function. Its arguments: a ``ShardedArray`` must lie as its spec says; any other
-        array is a whole, equal on all ranks, of any size, cut by ``md.shard``; a Python number
-        stays what it is. Its result: what ``f`` returns, with a ``ShardedArray`` in place of each
-        array, whose local array shares the memory of what ``f`` has returned.
+        The mapped function. It accepts a ``ShardedArray``, sharded as its spec states; a global
+        array of any size, equal on all ranks, which ``md.shard`` cuts; or a Python number, passed
+        unchanged. It returns the result of ``f`` with a ``ShardedArray`` for each array, in the
+        same memory.
 
     Gradient:
-        Those of one device: the gradient of a whole comes back whole, on every rank; that of a
-        ``ShardedArray`` lies as it does.
+        As on one device: global for global arrays, on every rank, and sharded like the argument
+        for a ``ShardedArray``.
 
     Cost:
-        Nothing is sent but what ``f`` sends, and what ``md.typed`` sums in the backward. Where an
-        argument is cut unevenly ranks exchange the shapes of results: one all-gather of objects.
+        Only ``f`` communicates, and ``md.typed`` for its sums in the backward. If an argument is
+        cut unevenly, ranks exchange the result shapes: one all-gather of objects.
 
     Raises:
-        KindError: what is no function, no spec or no array; arguments by name. PatternError,
-            AxisError, ShapeError, DtypeError, MeshError: a spec that does not fit.
+        KindError: not a function, spec or array; arguments by name. PatternError, AxisError,
+            ShapeError, DtypeError, MeshError: a spec does not fit.
         LengthError: ``in_specs`` for another number of arguments.
-        ArgumentError: specs of another structure; a ``ShardedArray`` that lies otherwise.
-        AxisTypeError: a whole that varies; a result that varies over an axis that its spec leaves
+        ArgumentError: specs of another structure; a ``ShardedArray`` with another sharding.
+        AxisTypeError: a global array varies; a result varies over an axis that its spec leaves
             out, or is unreduced without ``P(unreduced=)``.
-        MeshError: ``axis_names`` other than all; inside of a function mapped over the same mesh.
-        UnequalError: on simulated ranks, and at debug level DETAIL: wholes, or results, that
-            differ along an axis over which they are equal by their spec.
+        MeshError: ``axis_names`` other than all; a nested map over the same mesh.
+        UnequalError: on simulated ranks, and at debug level DETAIL: global arrays, or results,
+            differ along an axis over which their spec requires equal values.
 
     Example:
         >>> import torch, meshdist as md
@@ -160,7 +160,7 @@ def shard_map(
         raise KindError(
             f"shard_map of {name}: in_specs is None",
             expected="a spec, None or shard_map.Infer for each argument",
-            fix="write in_specs=P() where all arguments are whole on every rank, or leave it out",
+            fix="write in_specs=P() if every rank gets all arguments in full, or leave it out",
         )
     options = (in_specs, out_specs, axis_names, bool(check_vma))
     mapping = _Mapping(f, name, mesh, *options, *_parameters_of(f))
@@ -169,7 +169,7 @@ def shard_map(
     def mapped(*args: Any, **by_name: Any) -> Any:
         if by_name:
             raise KindError(
-                f"shard_map of {name}: arguments are given by position",
+                f"shard_map of {name}: arguments must be passed by position",
                 found=", ".join(f"{each}=..." for each in by_name),
                 fix=f"bind the rest before: functools.partial({name}, {next(iter(by_name))}=...)",
             )
@@ -198,13 +198,13 @@ class _Mapping:
     """The name of the parameter that takes all further arguments."""
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """Call the function on this rank's parts of ``args``; return results as ShardedArrays."""
+        """Call the function on this rank's parts; return ShardedArrays."""
         mesh = get_mesh("shard_map", self.mesh)
         self._check_mesh(mesh)
         leaves, tree = self._arguments(mesh, args)
         is_even = all(leaf.is_even for leaf in leaves if isinstance(leaf, MappedArray))
-        # Wholes are cut outside the context: how they were made is not seen there, and need not be,
-        # since they are equal on all ranks.
+        # Cut global arrays outside of the context: it did not observe how they were computed, and
+        # needs no types for them, since they are equal on all ranks.
         cut = [
             shard(leaf.value, leaf.sharding)
             if isinstance(leaf, MappedArray) and not isinstance(leaf.value, ShardedArray)
@@ -222,34 +222,34 @@ class _Mapping:
             raise MeshError(
                 f"shard_map of {self.name} needs a mesh with axis names",
                 found=repr(mesh),
-                fix="give it names: mesh_dim_names=('dp', 'tp')",
+                fix="name its axes: mesh_dim_names=('dp', 'tp')",
             )
         if mesh in _mapped_over.get():
             raise MeshError(
                 f"shard_map of {self.name} inside of a function that is mapped over the same mesh",
                 where=mesh_text(mesh),
-                expected="a call on whole arrays: there f has this rank's shards already",
+                expected="a call outside of it, since f gets this rank's shards",
                 fix=f"call {self.name} itself there",
             )
         names = self.axis_names
         if not isinstance(names, (set, frozenset)):
             raise KindError(
-                f"shard_map of {self.name}: axis_names is a set of names",
+                f"shard_map of {self.name}: axis_names must be a set of names",
                 found=f"{names!r}, a {type(names).__name__}",
                 fix="leave it out: f works on shards over all axes",
             )
         if names and names != set(mesh.axis_names):
             raise MeshError(
-                f"shard_map of {self.name} over some axes of the mesh alone",
+                f"shard_map of {self.name} over only some axes of the mesh is not supported",
                 where=mesh_text(mesh),
                 expected=f"all of {', '.join(map(repr, mesh.axis_names))}, or no axis_names",
                 found=f"axis_names={{{', '.join(map(repr, sorted(names, key=repr)))}}}",
-                fix="leave it out, and name no other axis in the specs: values are equal there",
+                fix="leave it out, and leave the other axes out of the specs",
             )
 
     @contextmanager
     def _inside(self, mesh: DeviceMesh) -> Iterator[None]:
-        """Put ``mesh`` in force inside, typed if ``check_vma``; note that f is mapped over it."""
+        """Make ``mesh`` current, typed if ``check_vma``; record that f is mapped over it."""
         token = _mapped_over.set((*_mapped_over.get(), mesh))
         try:
             if self.check_vma:
@@ -271,7 +271,7 @@ class _Mapping:
                 f"{len(self.in_specs)}",
                 expected=f"in_specs={self.in_specs!r}",
                 found=f"arguments {', '.join(names) or 'none'}",
-                fix="give a spec for each argument; None passes an argument as it is",
+                fix="pass a spec for each argument; None passes an argument unchanged",
             )
         specs = specs_of_leaves(self.name, "in_specs", self.in_specs, args)
         accessors, values, tree = optree.tree_flatten_with_accessor(args, none_is_leaf=True)
@@ -287,7 +287,7 @@ class _Mapping:
                 shown = f"argument {place}, {path}: {value_text(value)}, spec {spec!r}"
                 problems.append((shown, error))
         if problems:
-            refuse(f"shard_map of {self.name}: arguments do not fit in_specs", mesh, problems)
+            reject(f"shard_map of {self.name}: arguments do not match in_specs", mesh, problems)
         return leaves, tree
 
     def _own(self, argument: MappedArray) -> Any:
@@ -295,16 +295,16 @@ class _Mapping:
         local, mode = argument.value.local, find_context()
         if mode is None or not isinstance(local, torch.Tensor):
             return local
-        verb = f"shard_map of {self.name}, argument {argument.path},"
+        operation = f"shard_map of {self.name}, argument {argument.path},"
         sharding = argument.sharding
-        cast = typed_operand(mode, verb, local, sharding, kinds_of(sharding), sharding.mesh)
+        cast = typed_operand(mode, operation, local, sharding, kinds_of(sharding), sharding.mesh)
         return _marked(cast, sharding)
 
     def _wrapped(self, mesh: DeviceMesh, result: Any, *, is_even: bool) -> Any:
-        """Return f's result with ShardedArrays in place of arrays; raise if a spec does not fit.
+        """Return f's result with ShardedArrays; raise if a spec does not fit.
 
         Args:
-            is_even: whether the arguments' shards have equal sizes, as the results' then must.
+            is_even: whether all arguments have equal shard sizes, as results then must.
         """
         specs = specs_of_leaves(self.name, "out_specs", self.out_specs, result)
         accessors, values, tree = optree.tree_flatten_with_accessor(result, none_is_leaf=True)
@@ -321,18 +321,20 @@ class _Mapping:
             except MeshdistError as error:
                 problems.append((f"{path}: {value_text(value)}, spec {spec!r}", error))
         if problems:
-            refuse(f"shard_map of {self.name}: results do not fit out_specs", mesh, problems)
+            reject(f"shard_map of {self.name}: results do not match out_specs", mesh, problems)
         if not is_even or is_compared(mesh.world):
             arrays = with_common_shapes(self.name, mesh, arrays, is_even=is_even)
         wrapped = iter([self._sharded(array) for array in arrays])
         return tree.unflatten(None if value is None else next(wrapped) for value in values)
 
     def _sharded(self, result: MappedArray) -> ShardedArray:
-        """Return a result's ShardedArray; raise if replicas differ, where ``check_vma`` is set."""
+        """Return a result's ShardedArray; if ``check_vma``, raise if replicas differ."""
         local, sharding = result.value, result.sharding
         if self.check_vma:
             with HiddenFromModes():
-                tensor = as_tensor(local, argument=result.path, verb="shard_map", writable=False)
+                tensor = as_tensor(
+                    local, argument=result.path, operation="shard_map", writable=False
+                )
             what = f"{result.path} of shard_map of {self.name}, spec {sharding.spec!r}"
             try:
                 check_replicas(tensor, sharding.mesh, sharding.replicated_axes, what, None)
@@ -342,8 +344,8 @@ class _Mapping:
                     where=error.where,
                     expected="equal values along each axis that the spec leaves out",
                     found=error.found,
-                    fix="name the axis in out_specs; or lax.pvary(x, axis) before a value meets "
-                    "what types do not see: a number of this rank's own, as of lax.axis_index",
+                    fix="name the axis in out_specs; or call lax.pvary(x, axis) before x meets a "
+                    "number that differs by rank, such as lax.axis_index(axis)",
                 ) from None
         if isinstance(local, torch.Tensor):
             local = _marked(local, sharding)
@@ -352,10 +354,10 @@ class _Mapping:
 
 
 def _parameters_of(f: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
-    """Return the names of f's positional parameters, and the name of its ``*args``."""
+    """Return f's positional parameters and its ``*args``, by name."""
     try:
         found = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):  # a function of C's
+    except (TypeError, ValueError):  # A C function has no signature.
         return (), "args"
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = next((each.name for each in found if each.kind == each.VAR_POSITIONAL), "args")
@@ -363,6 +365,6 @@ def _parameters_of(f: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
 
 
 def _marked(x: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
-    """Return an alias of ``x`` that carries the sharding's spec; the marks of ``x`` stay."""
+    """Return an alias of ``x`` annotated with the sharding's spec; ``x`` is unchanged."""
     with HiddenFromModes():
         return mark_spec(x.view_as(x), sharding.spec)

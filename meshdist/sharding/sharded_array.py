@@ -1,4 +1,4 @@
-"""``ShardedArray``: a whole array, of which each rank holds its shard."""
+"""Provide ``ShardedArray``: a global array of which each rank holds its shard."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..annotations.axis_types import find_type
-from ..annotations.carried_specs import mark_spec
+from ..annotations.tensor_specs import mark_spec
 from ..arrays import Array, as_tensor, shape_text
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, AxisError, KindError, MeshError, ShapeError
@@ -45,27 +45,27 @@ __all__ = ["ShardedArray"]
 
 
 def checked_sharding(sharding: object, call: str) -> NamedSharding:
-    """Return a NamedSharding that holds this rank; a spec takes the mesh in force; or raise."""
+    """Return a NamedSharding that contains this rank, or raise."""
     if isinstance(sharding, PartitionSpec):
         naming = "NamedSharding(mesh, spec)"
         try:
             sharding = NamedSharding(mesh_in_force(call, naming=naming), sharding)
         except AxisError as error:
-            raise with_hidden_mesh(error, None, f"name the mesh that is meant: {naming}") from None
+            raise with_hidden_mesh(error, None, f"pass the mesh: {naming}") from None
     if not isinstance(sharding, NamedSharding):
         raise KindError(
             f"{call} takes a sharding",
-            expected="a NamedSharding, or a PartitionSpec where a mesh is in force",
+            expected="a NamedSharding, or a PartitionSpec inside `with mesh:`",
             found=f"{sharding!r}, a {type(sharding).__name__}",
-            fix="write NamedSharding(mesh, P('dp'))",
+            fix="pass NamedSharding(mesh, P('dp'))",
         )
     if not isinstance(sharding.mesh, DeviceMesh):
         raise MeshError(
-            f"{call} needs a mesh of this world's ranks: a bare layout only plans",
+            f"{call} needs a DeviceMesh: a Layout has no processes",
             where=repr(sharding),
             expected="a DeviceMesh",
             found=f"a {type(sharding.mesh).__name__}",
-            fix="make one: md.DeviceMesh('cpu', layout)",
+            fix="create one: md.DeviceMesh('cpu', layout)",
         )
     coordinate_in(sharding.mesh, call)
     return sharding
@@ -74,44 +74,44 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
 def check_shard(
     call: str, sharding: NamedSharding, shape: tuple[int, ...], local_shape: tuple[int, ...]
 ) -> Box:
-    """Return the box of this rank's shard of an array of ``shape``; raise for another shape."""
+    """Return the box of this rank's shard; raise if it has another shape."""
     box = sharding.placement(shape).box(coordinate_in(sharding.mesh, call))
     wanted = shape_of(box)
     if wanted == local_shape:
         return box
     raise ShapeError(
-        f"{call}: the local array is no shard of an array of shape {shape_text(shape)}",
+        f"{call}: the local array is not a shard of an array of shape {shape_text(shape)}",
         where=f"{mesh_text(sharding.mesh)}, {sharding.spec!r}",
         expected=f"shape {shape_text(wanted)}, this rank's shard",
         found=f"shape {shape_text(local_shape)}",
-        fix="md.device_put(x, sharding) if every rank has the whole: it takes this rank's shard"
+        fix="call md.device_put(x, sharding) if every rank has the global array"
         if shape == local_shape
-        else "pass the shape of the whole array, the same on every rank; or the sizes of the "
-        "shards: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+        else "pass the global shape, the same on every rank, or the sizes of the shards: "
+        "md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
     )
 
 
 class ShardedArray(ElementwiseArray):
-    """A whole array on a mesh, of which this rank holds ``local``; nothing is copied or sent.
+    """A global array on a mesh, of which this rank holds ``local``; nothing is copied or sent.
 
-    Operators, ufuncs and torch's functions of single elements, slices, ``sum`` and ``mean`` compute
-    with the shards alone. Nothing communicates but ``full()``, ``reshard()``, and the functions of
-    meshdist that take sharded arrays.
+    Elementwise operators, ufuncs and torch functions, slices, ``sum`` and ``mean`` use only local
+    shards. Only ``full()``, ``reshard()`` and meshdist functions that take sharded arrays
+    communicate.
 
     Args:
         local: this rank's shard: a torch tensor, or an array of NumPy or CuPy.
-        sharding: how the whole lies; a ``PartitionSpec`` alone takes the mesh in force.
-        shape: of the whole; None where all shards of a dim have one size, or their sizes stand in
-            ``sharding``. The same on every rank.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
+        shape: the global shape, the same on every rank; None if all shards of a dim have one size,
+            or ``sharding`` has their sizes.
 
-    Gradient: local tensors have their gradients: ``x.local.grad`` is this rank's shard of it.
+    Gradient: ``x.local.grad`` is this rank's shard of the gradient.
 
     Raises:
-        KindError: no array, or no sharding.
+        KindError: not an array, or not a sharding.
         MeshError: the sharding is on a bare ``Layout``.
         NotInGroupError: this rank is not in the mesh.
         ShapeError: ``local`` is not this rank's shard of an array of that shape.
-        ArgumentError: bool summands.
+        ArgumentError: bool partial sums.
 
     Example:
         >>> import torch, meshdist as md
@@ -126,9 +126,9 @@ class ShardedArray(ElementwiseArray):
     local: Array
     """This rank's shard: the array itself, no copy."""
     sharding: NamedSharding
-    """How the whole lies on the mesh."""
+    """The sharding of the global array."""
     shape: tuple[int, ...]
-    """The shape of the whole."""
+    """The global shape."""
     __slots__: ClassVar[tuple[str, ...]] = ("_box", "local", "shape", "sharding")
     _box: Box
 
@@ -141,25 +141,25 @@ class ShardedArray(ElementwiseArray):
         sharding = checked_sharding(sharding, "ShardedArray")
         if isinstance(local, np.generic):
             local = np.asarray(local)
-        as_tensor(local, argument="local", verb="ShardedArray", writable=False)
+        as_tensor(local, argument="local", operation="ShardedArray", writable=False)
         local_shape = tuple(local.shape)
         if shape is None:
             shape = sharding.whole_shape(local_shape)
-        shape = sharding.placement(tuple(shape)).shape
+        shape = sharding.placement(shape).shape
         box = check_shard("ShardedArray", sharding, shape, local_shape)
         if sharding.spec.unreduced and dtype_name(local.dtype) == "bool":
             raise ArgumentError(
-                "bool values have no summands",
+                "bool values cannot be partial sums",
                 where=mesh_text(sharding.mesh),
-                expected="numbers where a sharding is unreduced",
+                expected="numbers for an unreduced sharding",
                 found=array_type(local.dtype, shape, sharding),
                 fix="convert them first, for example to int32",
             )
         if isinstance(local, torch.Tensor) and find_type(local) is None:
-            mark_spec(local, sharding.spec)  # as md.annotate would: typed contexts see how it lies
+            mark_spec(local, sharding.spec)  # As md.annotate does: typed contexts read the spec.
         self.local, self.sharding, self.shape, self._box = local, sharding, shape, box
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ properties
 
     @property
     def dtype(self) -> Any:
@@ -183,7 +183,7 @@ class ShardedArray(ElementwiseArray):
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Return whether every rank holds the whole array."""
+        """Return whether every rank holds the global array."""
         return self.sharding.is_fully_replicated
 
     def __repr__(self) -> str:
@@ -192,13 +192,13 @@ class ShardedArray(ElementwiseArray):
         return f"ShardedArray({kind}, {here}: {self.local!r})"
 
     def visualize(self, *, svg: bool = False, width: int | None = None) -> str:
-        """Return a picture: the mesh, and which part each rank holds; nothing is sent.
+        """Return a picture of the mesh and each rank's part; nothing is sent.
 
-        It is a str that a console or a notebook's cell shows as a picture.
+        Consoles and notebooks show the returned str as a picture.
 
         Args:
             svg: an SVG document instead of text.
-            width: columns of text, or pixels, to fill at most; 80 or 900 by default.
+            width: maximal text columns, or pixels; 80 or 900 by default.
 
         Example:
             >>> import torch, meshdist as md
@@ -218,36 +218,34 @@ class ShardedArray(ElementwiseArray):
         """The picture that a notebook shows."""
         return self.visualize(svg=True)
 
-    # ------------------------------------------------------------------ elsewhere: communicates
+    # ------------------------------------------------------------------ communication
 
     def full(self) -> Array:
-        """The whole array, on every rank; collective over the mesh.
+        """Gather the global array on every rank; collective over the mesh.
 
-        Returns: an array of the local array's library: the local array itself where every rank
-            holds the whole already.
+        Returns: an array of the local array's library; the local array itself if every rank holds
+            the global array already.
 
-        Gradient: this rank's own part of the gradient, which is equal on all ranks.
+        Gradient: this rank's part of the gradient, which is equal on all ranks.
         """
         return self.reshard(PartitionSpec()).local
 
     @one_frame
     def reshard(self, dst: NamedSharding | PartitionSpec | str, **sizes: int) -> ShardedArray:
-        """The same array, lying otherwise; collective over the mesh. Itself where nothing changes.
+        """Return the array with another sharding, or itself if nothing changes; collective.
 
         Args:
-            dst: how it shall lie; a ``PartitionSpec`` on the mesh of this array, or a pattern: one
-                side that says it alone, or two, of which the left says how the array lies now: dims
-                may then be regrouped.
-            sizes: inside of a pattern's groups.
+            dst: the new sharding, a ``PartitionSpec`` on this array's mesh, or a pattern. A pattern
+                with "->" has the current sharding on its left, and may regroup dims.
+            sizes: sizes inside of a pattern's groups.
 
         Gradient: resharded back, with unreduced and reduced exchanged.
 
         Raises:
-            KindError: no sharding.
+            KindError: not a sharding.
             ShapeError: the spec does not fit the shape.
-            MeshError: on another mesh, of other ranks.
-            PatternError: no such pattern. ArgumentError: the array does not lie as its left side
-                says.
+            MeshError: a mesh with other ranks.
+            PatternError: not a pattern. ArgumentError: the left side contradicts the array.
         """
         if isinstance(dst, NamedSharding) and dst == self.sharding:
             return self
@@ -265,11 +263,11 @@ class ShardedArray(ElementwiseArray):
             source, dst = shardings_of_sides(pattern, self.mesh, shape, sizes)
             if source.placement(shape) != self.sharding.placement(shape):
                 raise ArgumentError(
-                    f"reshard: the array does not lie as the left side of {pattern!r} says",
+                    f"reshard: the array's sharding does not match the left side of {pattern!r}",
                     where=mesh_text(self.mesh),
                     expected=repr(self.sharding.spec),
                     found=repr(source.spec),
-                    fix="write the right side alone: the array knows how it lies",
+                    fix="write the right side alone, since the array has a sharding",
                 )
         elif isinstance(dst, str):
             dst = NamedSharding.from_pattern(dst, self.mesh, shape, sizes)
@@ -280,10 +278,10 @@ class ShardedArray(ElementwiseArray):
     # ------------------------------------------------------------------ parts and sums
 
     def __getitem__(self, index: Any) -> ShardedArray:
-        """The part that ``index`` takes of the whole: each rank keeps what it holds of it.
+        """Return a slice of the global array, of which each rank keeps its part.
 
-        A dim that is sharded takes slices with positive steps; its parts then have sizes of their
-        own. Whole dims take numbers too. The result shares this array's memory, as NumPy's does.
+        A sharded dim takes slices with positive steps, other dims also numbers. The result shares
+        this array's memory.
         """
         placement = self.sharding.placement(self.shape)
         found = slice_shard(index, placement.dims, self._box)
@@ -305,23 +303,23 @@ class ShardedArray(ElementwiseArray):
         keepdims: bool = False,
         out: None = None,
     ) -> ShardedArray:
-        """The sum over dims, or over all; nothing is sent.
+        """Sum over dims without communication.
 
-        Where a dim is sharded, the result is unreduced over its axes: each rank holds the sum of
-        what it has. ``reshard`` or ``full`` adds these.
+        If a dim is sharded, the result is unreduced over its axes: each rank holds a partial sum.
+        ``reshard`` or ``full`` adds the partial sums.
 
         Args:
-            dim: a dim or several dims; ``axis`` is NumPy's name for it. None: all.
+            dim: a dim or several, or None for all; ``axis`` is NumPy's name for it.
             keepdim: keep them with size 1; ``keepdims`` is NumPy's name for it.
-            dtype: of the result, as the local array's library takes it.
+            dtype: of the result, in the local array's library.
             out: must be None.
 
-        Gradient: every element's is the result's.
+        Gradient: each element gets the result's gradient.
         """
         dims, keepdim = self._summed_dims("sum", dim, axis, keepdim or keepdims, out)
         shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
         total = sum_of_shard(self.local, dims, keepdim=keepdim, dtype=dtype)
-        return _of_summands(total, sharding, shape)
+        return _of_partial_sums(total, sharding, shape)
 
     def mean(
         self,
@@ -333,27 +331,27 @@ class ShardedArray(ElementwiseArray):
         keepdims: bool = False,
         out: None = None,
     ) -> ShardedArray:
-        """The mean over dims, or over all; nothing is sent. See ``sum``.
+        """Average over dims without communication. See ``sum``.
 
-        Each rank's sum is divided by the number of elements of the whole, so that the summands add
-        up to the mean, also where shards have different sizes.
+        Each rank divides its sum by the global number of elements, so that the partial sums add up
+        to the mean, also with uneven shards.
         """
         dims, keepdim = self._summed_dims("mean", dim, axis, keepdim or keepdims, out)
         shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
         count = math.prod(self.shape[dim] for dim in dims)
         mean = mean_of_shard(self.local, dims, count, keepdim=keepdim, dtype=dtype)
-        return _of_summands(mean, sharding, shape)
+        return _of_partial_sums(mean, sharding, shape)
 
     def _summed_dims(
         self, call: str, dim: Any, axis: Any, keepdim: bool, out: object
     ) -> tuple[tuple[int, ...], bool]:
         if dim is not None and axis is not None:
-            raise ArgumentError(f"{call}: dim and axis are two names of one argument")
+            raise ArgumentError(f"{call}: dim and axis are the same argument: pass one of them")
         if out is not None:
-            raise ArgumentError(f"{call} of a sharded array writes into no other: out must be None")
+            raise ArgumentError(f"{call} of a sharded array does not support out=: it must be None")
         return checked_dims(axis if dim is None else dim, self.ndim, call), bool(keepdim)
 
-    # ------------------------------------------------------------------ as other things
+    # ------------------------------------------------------------------ conversions
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         self._check_holds_whole("numpy.asarray")
@@ -363,7 +361,7 @@ class ShardedArray(ElementwiseArray):
         return np.array(array, dtype=dtype, copy=copy)
 
     def item(self) -> Any:
-        """The only element, as a number of Python's, where every rank holds it."""
+        """The only element, as a Python number, if every rank holds it."""
         self._check_holds_whole("item")
         return self.local.item()
 
@@ -393,10 +391,10 @@ class ShardedArray(ElementwiseArray):
             raise TypeError("iteration over a 0-d array")
         if self.sharding.placement(self.shape).dims[0].axes:
             raise KindError(
-                "a sharded array whose dim 0 is sharded cannot be iterated: its elements lie on "
+                "a sharded array whose dim 0 is sharded cannot be iterated: its elements are on "
                 "some ranks only",
                 where=self._where(),
-                fix="iterate over this rank's, x.local, or over all, x.full()",
+                fix="iterate over this rank's shard, x.local, or over the global array, x.full()",
             )
         return (self[place] for place in range(self.shape[0]))
 
@@ -411,15 +409,15 @@ class ShardedArray(ElementwiseArray):
             explain(
                 f"a ShardedArray has no {name}",
                 where=self._where(),
-                expected="what computes with shards alone: operators, ufuncs, slices, sum, mean",
-                fix=f"of this rank's shard x.local.{name}; of the whole, which communicates, "
-                f"x.full().{name}",
+                expected="an operation on shards alone: operators, ufuncs, slices, sum, mean",
+                fix=f"use x.local.{name} of this rank's shard, or x.full().{name} of the global "
+                "array, which communicates",
             )
         )
 
     def __setitem__(self, index: object, value: object) -> None:
         raise KindError(
-            "a ShardedArray is not written in place",
+            "a ShardedArray cannot be written in place",
             where=self._where(),
             fix="change this rank's shard, x.local[...] = value, on every rank that holds the "
             "same part",
@@ -441,18 +439,19 @@ class ShardedArray(ElementwiseArray):
     def _check_holds_whole(self, call: str) -> None:
         if not self.is_fully_replicated:
             raise KindError(
-                f"{call} of an array that no rank holds as a whole: nothing is sent unasked",
+                f"{call} needs the global array, and no rank holds it in full",
                 where=self._where(),
                 found=f"{box_text(self._box)} on this rank"
-                + (", a summand" if self.sharding.spec.unreduced else ""),
-                fix="x.full() gathers the whole on every rank, and x.local is this rank's shard",
+                + (", a partial sum" if self.sharding.spec.unreduced else ""),
+                fix="call x.full(), which gathers it on every rank, or use x.local, this rank's "
+                "shard",
             )
 
 
-def _of_summands(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
-    """Return a ShardedArray of summands, here ``local``; mark a tensor with the sharding's spec."""
+def _of_partial_sums(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
+    """Return ``local`` as an annotated ShardedArray of partial sums."""
     if isinstance(local, torch.Tensor):
-        mark_spec(local, sharding.spec)  # in a typed context the sum varies, until it is marked
+        mark_spec(local, sharding.spec)  # Without the annotation a typed context reads "varying".
     return ShardedArray(local, sharding, shape)
 
 
@@ -468,6 +467,7 @@ def _unpickled(
             where=mesh_text(sharding.mesh),
             expected=f"the part {box_text(own)}",
             found=f"{box_text(box)} of shape {shape_text(shape)}",
-            fix="let every rank load what it has saved; to send shards elsewhere, send x.local",
+            fix="load each pickle on the rank that saved it; to send a shard to another rank, "
+            "send x.local",
         )
     return ShardedArray(local, sharding, shape)

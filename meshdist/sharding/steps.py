@@ -1,11 +1,9 @@
-"""The steps of a plan: what one rank does to its local array, step by step.
+"""Define the four kinds of steps of a plan, which change one rank's local array.
 
-There are four kinds. Each says its price and its words, and ``executor`` has an action for each. A
-step takes the local array that the step before it gave, and ``shape`` is what it gives. Boxes are
-(start, stop) per dim of a local array. ``axes`` are indices of the plan's mesh axes, in mesh order;
-the group of a step is the ranks along them, row-major, and a *place* is a rank's index in it. Every
-member of that group has a step of the same kind at the same point of its plan, also where it has
-nothing to send.
+Boxes are (start, stop) per dim of a local array. ``axes`` are indices of the plan's mesh axes, in
+mesh order. A step's group is the ranks along them, row-major, and a *place* is a rank's index in
+it. Every member has a step of the same kind at the same point of its plan, even if it sends
+nothing.
 """
 
 from __future__ import annotations
@@ -17,24 +15,23 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..mesh.placement import Box, box_text, volume
-from ..verb_table import VERBS
+from ..operation_table import OPERATIONS
 
 Part = tuple[int, Box]
-"""A place in a step's group, and the box that goes there or comes from there."""
+"""A place in a step's group, and the box to send there or receive from there."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A view of an array whose dims are split, taken from, permuted and merged again.
+    """A view of an array whose dims are split, indexed, permuted and merged.
 
     Args:
-        taken: per dim of the view an index to take, which drops the dim, or None to keep it all.
-        order: the dims that are left, in their new order.
-        shape: the shape in the end.
+        taken: per dim of the view, an index to take, which drops the dim, or None to keep it.
+        order: the remaining dims, in their new order.
     """
 
-    # In NumPy's words: x.reshape(view)[taken].transpose(order).reshape(shape), which costs one
-    # strided copy, or none where it is plain.
+    # In NumPy: x.reshape(view)[taken].transpose(order).reshape(shape), with at most a single
+    # strided copy, and none if ``is_plain``.
     view: tuple[int, ...]
     taken: tuple[int | None, ...]
     order: tuple[int, ...]
@@ -42,7 +39,7 @@ class Arrangement:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Return whether all elements stay in their order, so that a reshape alone is enough."""
+        """Return whether the elements keep their order, so that a reshape suffices."""
         sizes = self.view
         if any(index is not None and sizes[dim] != 1 for dim, index in enumerate(self.taken)):
             return False
@@ -56,10 +53,10 @@ class Price(NamedTuple):
 
     Args:
         num_peers: the number of members that send to this rank, in turn.
-        buffered: elements packed and received beside the step's input and its result.
+        buffered: elements packed and received in buffers.
     """
 
-    received: int = 0  # a rank's own part does not travel
+    received: int = 0  # from other ranks only
     sent: int = 0
     num_peers: int = 0
     buffered: int = 0
@@ -67,13 +64,13 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class Step(ABC):
-    """A step of a plan, with its result's shape, its cost and its words for reports."""
+    """A step of a plan, with its result's shape, its cost and its description."""
 
     shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """The name of the step's kind, or of its verb."""
+        """The name of the step's kind or collective."""
         return type(self).__name__.lower()
 
     @property
@@ -84,7 +81,7 @@ class Step(ABC):
     @property
     @abstractmethod
     def words(self) -> str:
-        """The step in a few words, for reports."""
+        """A short description for reports."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +93,15 @@ class Take(Step):
 
     @property
     def words(self) -> str:
-        """The step as text: "keep [0:4, 0:2]"."""
         return f"keep {box_text(self.box)}"
 
 
 @dataclass(frozen=True)
 class Pad(Step):
-    """A step that puts the local array into zeros, as a summand of a value that becomes unreduced.
+    """A step that places the local array in zeros, as a partial sum.
 
     Args:
-        box: the part of the result that gets the local array; None where another rank keeps the
-            value and this rank has zeros alone.
+        box: the local array's part of the result; None if the result is all zeros.
     """
 
     box: Box | None
@@ -114,7 +109,6 @@ class Pad(Step):
 
     @property
     def words(self) -> str:
-        """The box that the zeros surround, as text."""
         return "zeros" if self.box is None else f"zeros around {box_text(self.box)}"
 
 
@@ -128,18 +122,17 @@ class GroupStep(Step):
 
 
 @dataclass(frozen=True)
-class VerbStep(GroupStep):
-    """A step in which a verb moves equal parts between all members.
+class CollectiveStep(GroupStep):
+    """A collective that moves equal parts between all members.
 
     Args:
-        verb: a name in ``VERBS``.
-        part: the shape of the part that goes to, or comes from, each member.
-        pack: from the local array to a part for each member, which are sent; None sends it as it
-            lies.
-        unpack: from the received parts, in group order, to the result; None where they are that.
+        collective: a name in ``OPERATIONS``.
+        part: the shape of each member's part.
+        pack: from the local array to the parts to send; None sends it unchanged.
+        unpack: from the received parts, in group order, to the result; None if unchanged.
     """
 
-    verb: str
+    operation: str
     part: tuple[int, ...]
     pack: Arrangement | None = None
     unpack: Arrangement | None = None
@@ -150,9 +143,9 @@ class VerbStep(GroupStep):
         others, count = self.size - 1, math.prod(self.part)
         copies = (how for how in (self.pack, self.unpack) if how is not None and not how.is_plain)
         buffered = sum(math.prod(how.shape) for how in copies)
-        if VERBS[self.verb].kind == "I" and VERBS[self.verb].reduces:
-            # 10 elements on 4 ranks: place 0 receives 3 summands of its 3 elements, then the
-            # other 7 sums
+        if OPERATIONS[self.operation].kind == "I" and OPERATIONS[self.operation].reduces:
+            # 10 elements on 4 ranks: rank 0 receives 3 partial sums of its 3 elements, then the
+            # other 7 sums.
             share = count // self.size + (self.place < count % self.size)
             moved = others * share + count - share
             return Price(moved, moved, 2 * others, buffered)
@@ -160,24 +153,22 @@ class VerbStep(GroupStep):
 
     @property
     def name(self) -> str:
-        """The name of the step's verb in reports: "all-to-all"."""
-        return VERBS[self.verb].carrier.name.removesuffix("_single").replace("_", "-")
+        return OPERATIONS[self.operation].executor.name.removesuffix("_single").replace("_", "-")
 
     words = name
 
 
 @dataclass(frozen=True)
 class Exchange(GroupStep):
-    """A step that sends boxes to members of the group and receives boxes from them.
+    """A step in which members of the group exchange boxes.
 
     Args:
-        sends: per member that gets something its place and the box of the local array before, by
-            place; at most one box each.
-        receives: per member that sends something its place and the box of the result, by place.
+        sends: each receiver's place and its box of the local array, at most one box each, by place.
+        receives: each sender's place and its box of the result, by place.
         kept: the box of the local array that stays on this rank, and that box of the result.
-        is_covered: whether boxes and ``kept`` fill the result; else the rest of it is zeros.
-        is_summed: whether equal boxes of the result are added, ``kept`` among them; any two are
-            equal or disjoint.
+        is_covered: whether boxes and ``kept`` fill the result; else the rest is zeros.
+        is_summed: whether equal boxes of the result are added, including ``kept``; any two boxes
+            are equal or disjoint.
     """
 
     sends: tuple[Part, ...]
@@ -188,21 +179,20 @@ class Exchange(GroupStep):
 
     @cached_property
     def price(self) -> Price:
-        """The cost: the elements of all boxes sent and received, each copied through a buffer."""
+        """The cost: the elements of all boxes, each copied through a buffer."""
         received, sent = (sum(volume(box) for _, box in x) for x in (self.receives, self.sends))
         return Price(received, sent, len(self.receives), received + sent)
 
     @property
     def words(self) -> str:
-        """The step as text, with the numbers of boxes received and sent."""
         summed = " and sum" if self.is_summed else ""
         receives, sends = len(self.receives) or "none", len(self.sends) or "none"
         return f"exchange{summed} boxes ({receives} in, {sends} out)"
 
     @cached_property
     def sums(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Each box of the result, and the places, ascending, of the members whose parts it sums."""
-        # Added in this order, a sum has equal bits on every rank that makes it.
+        """Each box of the result, and the ascending places of the summed members."""
+        # This order makes the sum bitwise equal on every rank that computes it.
         places: dict[Box, list[int]] = {}
         kept = [] if self.kept is None else [(self.place, self.kept[1])]
         for place, box in sorted([*self.receives, *kept]):

@@ -1,11 +1,11 @@
-"""Layers that are split over an axis, the loss of what they return, and what they send.
+"""Tensor-parallel layers, their loss, and a description of their communication.
 
-``md.parallelize`` makes these layers of a model's own, by a plan.
+``md.parallelize`` converts the layers of a model to these layers.
 """
 
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .losses import cross_entropy
-from .parallelizing import explain
+from .parallelize import explain
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,14 +1,13 @@
-"""Layers that are split over an axis: torch's own classes, with a line of ``md.einsum`` each.
+"""Define tensor-parallel layers: subclasses of torch's layers whose forward is ``md.einsum``.
 
-A layer holds this rank's part of a whole layer's parameters, under the whole layer's names, and the
-sizes of the whole (``in_features``, ``num_embeddings``). ``parallelize`` makes it of torch's layer
-by changing its class, so copies, pickles and ``isinstance`` hold. Its ``word`` says how input and
-output lie; its ``mesh`` stays this mesh in a copy, and is opened again where a pickle is loaded.
+A layer holds this rank's part of the parameters, under torch's names, and the global sizes.
+``parallelize`` changes the class of torch's layer, so copies, pickles and ``isinstance`` keep
+working. A copy keeps ``mesh``; loading a pickle opens it again.
 
-Drawn case: the words ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8 of
-16 hidden features, so of ``up`` the first 8 rows, and of ``down`` the first 8 columns:
+Worked example: the styles ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8
+of 16 hidden features: the first 8 rows of ``up``, and the first 8 columns of ``down``:
 
-    x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a summand    y [n, 4], whole
+    x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a partial sum    y [n, 4], whole
     the same on both -> its features -> its part -> its features -> of y      -> all-reduce
 
     >>> from torch import nn
@@ -40,40 +39,39 @@ from ..collectives.torch_private import HiddenFromModes, are_transforms_active, 
 from ..errors import ArgumentError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
-from ..runtime.untraced import untraced
+from ..runtime.graph_breaks import untraced
 from ..sharding.api import reshard
-from ..sharding.einsums import einsum
-from ..sharding.marked_operands import axes_of_leaves
-from ..typed_contexts.context import find_context
-from ..typed_contexts.module_marks import restore_marks
+from ..sharding.deferred_reductions import axes_of_leaves
+from ..sharding.einsum import einsum
+from ..typed_mode.context import find_context
+from ..typed_mode.module_annotations import restore_annotations
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 class SplitLayer(nn.Module):
-    """A layer whose parameters are this rank's part; its mesh has the one axis."""
+    """A layer with this rank's part of its parameters, on a mesh of one axis."""
 
     mesh: DeviceMesh
-    word: str
+    style: str
     weight: torch.Tensor
     specs: ClassVar[Mapping[str, str]]
-    """How the parameters lie over ``{tp}``, by name; a parameter that is not named is whole."""
+    """The specs of the parameters over ``{tp}``, by name; other parameters are not split."""
 
     @property
     def axis(self) -> str:
-        """The name of the axis."""
         return self.mesh.axis_names[0]
 
     def ready(self) -> None:
-        """Restore marks that a parameter lacks; raise where it has the shape of another part."""
+        """Restore missing annotations of parameters; raise if a shape has changed."""
         if annotation_of(self.weight).dims is None:
-            restore_marks(self)
+            restore_annotations(self)
 
     def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
-        """Raise where the input has another number of features than the word says."""
+        """Raise unless the input has the style's number of features."""
         if not x.dim() or x.shape[-1] != expected:
             raise ShapeError(
-                f"{self.word}: the input has another number of features than the layer takes",
+                f"{self.style} cannot take an input with this number of features",
                 where=f"rank {self.mesh.world.rank}, {self!r}",
                 expected=f"an input of shape [..., {expected}]",
                 found=f"shape {tuple(x.shape)}",
@@ -81,53 +79,52 @@ class SplitLayer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return torch's text of the whole layer, and the word."""
-        return f"{super().extra_repr()}, {self.word} over {self.axis}={self.mesh.size()}"
+        return f"{super().extra_repr()}, {self.style} over {self.axis}={self.mesh.size()}"
 
 
 class ColumnParallelLinear(SplitLayer, nn.Linear):
-    """A ``torch.nn.Linear`` of which each rank has some of the output features.
+    """A ``torch.nn.Linear`` whose output features are split over an axis, and the bias with them.
 
-    The bias is cut as the features are. ``md.parallelize`` makes it, for the words ``column``,
-    ``column_whole``, ``column_sequence`` and ``column_sequence_whole``.
+    ``md.parallelize`` makes it, for the styles ``column``, ``column_whole``, ``column_sequence``
+    and ``column_sequence_whole``.
 
     Gradient:
-        Of the input it is summed over the axis, by one all-reduce for all layers that take the same
-        input; with ``_sequence`` by one reduce-scatter.
+        One all-reduce over the axis sums the gradient of the input for all layers with this input
+        (``_sequence``: one reduce-scatter).
 
     Cost:
-        Forward nothing is sent; with ``_sequence`` the input is gathered once for all layers that
-        take it, and with ``_whole`` the output is gathered.
+        The forward sends nothing. ``_sequence`` gathers the input once for all layers with this
+        input; ``_whole`` gathers the output.
     """
 
     specs = MappingProxyType({"weight": "f@{tp} d", "bias": "f@{tp}"})
 
     @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's features of the output, or all of them."""
+        """Return this rank's features of the output; with ``_whole``, all features."""
         self.ready()
-        fix = "let what comes before it be 'row' or 'column_whole', or stay whole"
+        fix = "use 'row' or 'column_whole' for the layer before it, or remove that from the plan"
         self.check_features(x, self.in_features, fix)
         tp, f, lies = self.axis, self.out_features, "... d"
-        if "sequence" in self.word:
-            # A summand of the gradient of what was gathered comes from each rank, and the gather's
-            # backward adds them up.
+        if "sequence" in self.style:
+            # Each rank has a partial sum of the gathered input's gradient; R makes the gather's
+            # backward add them.
             x, lies = gathered_sequence(x, self.mesh), f"... d {{R:{tp}}}"
         y = einsum(f"{lies}, f@{tp} d -> ... f@{tp}", x, self.weight, mesh=self.mesh, f=f)
         if self.bias is not None:
-            y = y + self.bias.to(y.dtype)  # which autocast has chosen
-        return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.word else y
+            y = y + self.bias.to(y.dtype)  # Under autocast, y has another dtype.
+        return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.style else y
 
 
 class RowParallelLinear(SplitLayer, nn.Linear):
-    """A ``torch.nn.Linear`` of which each rank has some of the input features.
+    """A ``torch.nn.Linear`` whose input features are split over an axis.
 
-    The bias is whole on each rank, and is added once, to the sum. ``md.parallelize`` makes it, for
-    the words ``row``, ``row_whole`` and ``row_sequence``.
+    The bias is not split, and is added once, to the sum. ``md.parallelize`` makes it, for the
+    styles ``row``, ``row_whole`` and ``row_sequence``.
 
     Gradient:
-        Of the input each rank has its own features'; with ``_whole`` they are gathered, with
-        ``_sequence`` the output's gradient is.
+        Each rank holds the gradient of its input features. ``_whole`` gathers this gradient;
+        ``_sequence`` gathers the gradient of the output.
 
     Cost:
         One all-reduce of the output; with ``_sequence`` one reduce-scatter.
@@ -137,34 +134,34 @@ class RowParallelLinear(SplitLayer, nn.Linear):
 
     @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output, whole or this rank's part of the sequence."""
+        """Return the output; ``_sequence``: this rank's part of the sequence."""
         self.ready()
-        if self.word == "row_whole":
-            self.check_features(x, self.in_features, "write 'row', which takes this rank's part")
+        if self.style == "row_whole":
+            self.check_features(x, self.in_features, "use 'row', which takes this rank's part")
         else:
             start, stop = own_part(self.in_features, self.mesh)
-            fix = "let the layer before it be 'column', or this be 'row_whole'"
+            fix = "use 'column' for the layer before it, or 'row_whole' for this layer"
             self.check_features(x, stop - start, fix)
         tp = self.axis
         bias: torch.Tensor | None = self.bias
-        lies = "... d" if self.word == "row_whole" else f"... d@{tp}"
-        end = f" {{U:{tp}}}" if self.word == "row_sequence" else ""
+        lies = "... d" if self.style == "row_whole" else f"... d@{tp}"
+        end = f" {{U:{tp}}}" if self.style == "row_sequence" else ""
         line = f"{lies}, f d@{tp} -> ... f{end}"
         y = einsum(line, x, self.weight, mesh=self.mesh, d=self.in_features)
-        if self.word == "row_sequence":
+        if self.style == "row_sequence":
             y = scattered_sequence(y, self.mesh)
             bias = bias if bias is None else with_summed_gradient(bias, self.mesh)
-        return y if bias is None else y + bias.to(y.dtype)  # which autocast has chosen
+        return y if bias is None else y + bias.to(y.dtype)  # Under autocast, y has another dtype.
 
 
 class VocabParallelEmbedding(SplitLayer, nn.Embedding):
-    """A ``torch.nn.Embedding`` of which each rank has some of the rows.
+    """A ``torch.nn.Embedding`` whose rows are split over an axis.
 
-    ``md.parallelize`` makes it, for the words ``vocab`` and ``vocab_sequence``. An index that no
-    row has is an error, as in torch.
+    ``md.parallelize`` makes it, for the styles ``vocab`` and ``vocab_sequence``. An index out of
+    range is an error, as in torch.
 
     Gradient:
-        Each rank has that of its own rows; with ``_sequence`` the output's gradient is gathered.
+        Each rank holds the gradient of its rows; ``_sequence`` gathers the output's gradient.
 
     Cost:
         One all-reduce of the output; with ``_sequence`` one reduce-scatter.
@@ -174,7 +171,7 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the indices, whole or this rank's part of the sequence."""
+        """Return the rows of the indices; ``_sequence``: this rank's part of the sequence."""
         self.ready()
         start, stop = own_part(self.num_embeddings, self.mesh)
         index, is_mine = local_index(input, start, stop, self.num_embeddings, "vocab")
@@ -183,22 +180,22 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
             padding = padding - start if start <= padding < stop else None
         rows = F.embedding(index, self.weight, padding, sparse=self.sparse)
         rows = rows.masked_fill(~is_mine[..., None], 0)
-        if self.word == "vocab_sequence":
+        if self.style == "vocab_sequence":
             return scattered_sequence(rows, self.mesh)
         return moved(rows, f"... {{U:{self.axis}}} -> ...", self.mesh)
 
 
-# -- what layers share ----------------------------------------------------------------------------
+# -- shared by layers -----------------------------------------------------------------------------
 
 
 def moved(x: torch.Tensor, pattern: str, mesh: DeviceMesh, **sizes: Any) -> torch.Tensor:
-    """Return this rank's shard after a reshard by ``pattern`` on ``mesh``."""
+    """Return this rank's shard after a reshard by ``pattern``."""
     result: torch.Tensor = reshard(x, pattern, mesh, **sizes)
     return result
 
 
 def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return (start, stop) of this rank's part of a dim of ``size``."""
+    """Return (start, stop) of this rank's part of ``size``."""
     bounds, place = balanced_boundaries(size, (mesh.size(),)), mesh.get_local_rank()
     return bounds[place], bounds[place + 1]
 
@@ -206,49 +203,49 @@ def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
 def local_index(
     index: torch.Tensor, start: int, stop: int, size: int, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (places in this rank's part, 0 for other ranks' indices; mask of these).
+    """Return (indices into this rank's part, 0 for other ranks' indices; mask of own indices).
 
     Raises:
-        ArgumentError: on the CPU, an index outside of the whole; a device's own check finds it.
+        ArgumentError: if an index on the CPU is out of range; on a GPU, torch's own check raises.
     """
     is_mine = (index >= start) & (index < stop)
     is_absent = (index < 0) | (index >= size)
     with HiddenFromModes():
-        is_refused = index.device.type == "cpu" and bool(is_absent.any())
-    if is_refused:
+        is_rejected = index.device.type == "cpu" and bool(is_absent.any())
+    if is_rejected:
         raise ArgumentError(
-            f"{what}: an index is outside of the {size} that there are",
+            f"{what}: index out of range for size {size}",
             expected=f"indices from 0 to {size - 1}",
             found=f"{index[is_absent].flatten()[0].item()} among {index.numel()} indices",
+            fix="correct these indices, or create the model with a larger size",
         )
     return (index - start).masked_fill(~is_mine & ~is_absent, 0), is_mine
 
 
 def scattered_sequence(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's part, along dim -2, of the sum of all ranks' ``y``."""
+    """Return this rank's part (dim -2) of the sum of all ranks' ``y``."""
     check_length(y, mesh)
     tp = mesh.axis_names[0]
     return moved(y, f"... s f {{U:{tp}}} -> ... s@{tp} f", mesh)
 
 
 def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise unless dim -2 of ``y`` can be cut into equal parts along the axis."""
+    """Raise unless the axis can cut dim -2 of ``y`` into equal parts."""
     length, parts = y.shape[-2] if y.dim() > 1 else 0, mesh.size()
     if not length or length % parts:
         raise ShapeError(
-            f"a sequence of {length} places is cut over {mesh.axis_names[0]!r}, which has {parts} "
-            "ranks",
+            f"cannot split a sequence of length {length} over {mesh.axis_names[0]!r}, which has "
+            f"{parts} ranks",
             expected=f"an output of shape [..., s, f] with s a multiple of {parts}",
             found=f"shape {tuple(y.shape)}",
-            fix="pad the sequence; or take words without _sequence",
+            fix=f"pad the sequence to a multiple of {parts}, or use styles without _sequence",
         )
 
 
 def gathered_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the whole sequence: all ranks' parts ``x``, joined along the dim before the last."""
-    # The projections q, k and v of one activation share one gather, which is kept while the
-    # activation lives. A leaf, which is no activation, is gathered anew, and so is an inference
-    # tensor: torch does not count the writes to it.
+    """Return the global sequence: all ranks' parts ``x``, gathered along dim -2."""
+    # The projections q, k and v share one gather of their activation. The cache excludes leaves,
+    # which are not activations, and inference tensors, whose writes torch does not count.
     if x.is_inference() or (x.is_leaf and x.requires_grad) or are_transforms_active():
         return _gathered(x, mesh)
     return mesh.caches.of(_KeptGathers).get(x, mesh)
@@ -260,24 +257,24 @@ def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class _KeptGathers:
-    """Cache of each activation's gathered sequence, for as long as the activation is in memory."""
+    """Cache of gathered sequences, while their activations are in memory."""
 
     def __init__(self) -> None:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def get(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """Return the whole sequence of ``x``, gathered once for several uses."""
-        # Also kept apart: what is recomputed in a backward, without gradient, or with types.
+        """Return the global sequence of ``x``, gathered once for several uses."""
+        # Recomputation in a backward, calls without gradient and typed calls need other tensors.
         key = x._version, current_task(), torch.is_grad_enabled(), find_context() is None
         found = self._kept.get(x)
-        if found is None or found[0] != key or not found[1].is_set_to(x):  # by `.data =`
+        if found is None or found[0] != key or not found[1].is_set_to(x):  # For `x.data = ...`.
             found = self._kept[x] = key, x.detach(), _gathered(x, mesh)
         whole: torch.Tensor = found[2]
         return whole
 
 
 def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Mark for wrappers that uses of ``parameter`` sum its gradient along the mesh's first axis."""
+    """Record that uses of ``parameter`` sum its gradient along the mesh's first axis."""
     axes = dict.fromkeys([*annotation_of(parameter).summed_axes, mesh.axis_names[0]])
     change_annotation(parameter, summed_axes=tuple(axes))
 
@@ -285,8 +282,8 @@ def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
 def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return ``parameter``, or an alias whose gradient is summed along the mesh's first axis."""
     tp = mesh.axis_names[0]
-    # A typed context adds them up by itself, and so does a wrapper, which has marked the parameter
-    # reduced over the axis. With mixed precision modules run on copies of what is marked.
+    # A typed context sums the gradients. A wrapper does, too, if the parameter is reduced over the
+    # axis; with mixed precision, the module uses copies, which are not annotated.
     if (
         not (parameter.requires_grad and torch.is_grad_enabled())
         or find_context() is not None
@@ -297,24 +294,23 @@ def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Ten
     return moved(parameter, f"... -> ... {{R:{tp}}}", mesh)
 
 
-# -- modules that stay whole ----------------------------------------------------------------------
+# -- modules that are not split -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class UseHook:
-    """A hook on a module that keeps its class, with the plan's word for the module."""
+    """A hook on a module that keeps its class."""
 
-    word: str
+    style: str
     mesh: DeviceMesh
 
 
 @dataclass(frozen=True)
 class ReducedForward(UseHook):
-    """A module's ``forward`` that shows the module parameters with summed gradients.
+    """A module's ``forward`` that uses parameters with summed gradients.
 
     Args:
-        module: the module, which has this as an attribute ``forward``.
-        forward: what it replaces.
+        forward: the original method.
     """
 
     module: nn.Module
@@ -322,35 +318,33 @@ class ReducedForward(UseHook):
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward while attributes hide the module's parameters by summed variants."""
+        """Run the forward while attributes replace parameters by aliases with summed gradients."""
         attributes, aliases = self.module.__dict__, dict[str, torch.Tensor]()
         for name, parameter in self.module.named_parameters(recurse=False, remove_duplicate=False):
-            if name not in attributes:  # else the forward called itself: the outer alias serves
+            if name not in attributes:  # A forward that calls itself uses the outer call's alias.
                 used = with_summed_gradient(parameter, self.mesh)
                 if used is not parameter:
                     aliases[name] = used
         try:
             attributes.update(aliases)
             return self.forward(*args, **kwargs)
-        finally:  # also after Ctrl-C, for which torch runs no hooks
+        finally:  # After Ctrl-C, torch would not run a hook.
             for name in aliases:
                 attributes.pop(name, None)
 
 
 class CutSequence(UseHook):
-    """A hook behind a module's forward that keeps this rank's part of the sequence (dim -2)."""
+    """A forward hook that keeps this rank's part of the sequence (dim -2)."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of ``output`` along its dim -2."""
         check_length(output, self.mesh)
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s d -> ... s@{tp} d", self.mesh)
 
 
 class GatherSequence(UseHook):
-    """A hook behind a forward that gathers a sequence from all ranks' parts."""
+    """A forward hook that gathers the global sequence from all ranks' parts."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return the whole sequence, equal on all ranks, of the part ``output``."""
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s@{tp} d -> ... s d", self.mesh)

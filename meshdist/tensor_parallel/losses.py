@@ -1,15 +1,15 @@
-"""Losses of what a ``column`` head returns: logits that are cut over the axis by classes."""
+"""Compute losses of logits whose classes are split over an axis."""
 
 from __future__ import annotations
 
 import torch
 
 from ..arrays import describe
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..groups.process_group import resolve_group
 from ..lax.axes import AxisName, get_axes
-from ..lax.reducing import pmax, psum
+from ..lax.reductions import pmax, psum
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from .layers import local_index
@@ -31,39 +31,38 @@ def cross_entropy(
     reduction: str = "mean",
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Every rank holds the cross entropy of logits of which each has some classes; collective.
+    """Compute the cross entropy of logits whose classes are split over an axis; collective.
 
     Varying -> invariant.
 
     Args:
-        logits: this rank's classes, shape [..., classes], of any floating dtype, as the output of a
-            ``column`` head. The classes are the last dim, also where there are more than two.
-        target: the indices of classes, shape [...], of any integer dtype, equal on all ranks along
-            the axis.
-        axis_name: the axis that cuts the classes: of the mesh in force, or itself, as
-            ``mesh["tp"]``.
-        num_classes: how many classes all ranks have together; None where all have equally many.
-        ignore_index: the target of places that count for nothing.
-        label_smoothing: from 0 to 1: the share of each target that all classes have in common.
-        reduction: "mean" over the places that count, "sum", or "none".
-        mesh: has the axis; None takes the mesh in force.
+        logits: this rank's classes, shape [..., classes], of any floating dtype, as from a
+            ``column`` head.
+        target: class indices, shape [...], of any integer dtype, equal on all ranks along the axis.
+        axis_name: the axis that splits the classes: a name in the current mesh, or ``mesh["tp"]``.
+        num_classes: the number of classes of all ranks together; None if it is equal on all ranks.
+        ignore_index: the target of positions to ignore.
+        label_smoothing: the amount of label smoothing, from 0 to 1.
+        reduction: "mean" over the positions that are not ignored, "sum", or "none".
+        mesh: the mesh of the axis; None means the current mesh.
 
     Returns:
-        A number, or losses of the shape of ``target``; equal along the axis. Of float16 and
-        bfloat16 it is computed and returned in float32.
+        A scalar, or losses of the shape of ``target``; equal along the axis. float16 and bfloat16
+        logits are computed and returned in float32.
 
     Gradient:
-        That of this rank's classes; nothing is sent.
+        The gradient of this rank's classes; nothing is sent.
 
     Cost:
-        Two all-reduces: one number for each place, then two, or three with label smoothing.
+        Two all-reduces: of one number for each position, then of two (three with label smoothing).
 
     Raises:
-        ShapeError: a target of another shape, or logits that are not this rank's part of
-            ``num_classes``. DtypeError: targets that are no integers.
-        ArgumentError: an unknown reduction, a smoothing outside of 0 to 1; on the CPU, a target
-            outside of the classes.
-        AgreementError: ranks have different numbers of classes, and ``num_classes`` is None.
+        ShapeError: if the target has the wrong shape, or the logits are not this rank's part of
+            ``num_classes``.
+        DtypeError: if the targets are not integers.
+        ArgumentError: if the reduction is unknown or the smoothing is not from 0 to 1; on the CPU,
+            also if a target is out of range.
+        MismatchError: if ranks have different numbers of classes and ``num_classes`` is None.
 
     Example:
         >>> import torch, meshdist as md
@@ -88,12 +87,12 @@ def cross_entropy(
     index, is_mine = local_index(
         target.where(counts, 0), start, stop, size, "cross_entropy, target"
     )
-    # Members compare the names of what they send: they must agree on how many classes there are.
+    # Ranks compare the names of the tensors that they send, so this size detects a mismatch.
     name = f"logits of {size} classes"
     if num_classes is None:
         name += " (uneven parts need num_classes=)"
     largest = pmax({name: logits.detach().amax(-1)}, axes)[name]
-    # What is common to all logits of a place goes before sums and differences round it.
+    # Subtract the largest logit first, because sums of large numbers would be less exact.
     logits = logits - largest[..., None]
     picked = logits.gather(-1, index[..., None])[..., 0].masked_fill(~is_mine, 0)
     parts = [logits.exp().sum(-1), picked]
@@ -116,13 +115,13 @@ def _own_classes(
     group = resolve_group(axes)
     mine = logits.shape[-1] if logits.dim() else 0
     size = mine * group.size() if num_classes is None else num_classes
-    if size < group.size():  # known on every rank, so that none waits for another
+    if size < group.size():  # All ranks raise, so that no rank waits in a collective.
         raise ShapeError(
             f"cross_entropy: some ranks have none of the {size} classes",
             where=f"rank {group.world.rank}, {group.name}",
             expected=f"{group.size()} classes or more",
             found=f"logits of shape {tuple(logits.shape)}",
-            fix="leave the head whole, and call torch.nn.functional.cross_entropy",
+            fix="remove the head from the plan, and call torch.nn.functional.cross_entropy",
         )
     bounds = balanced_boundaries(size, axes.shape)
     start, stop = bounds[group.rank()], bounds[group.rank() + 1]
@@ -132,7 +131,7 @@ def _own_classes(
             where=f"rank {group.world.rank}, {group.name}",
             expected=f"logits of shape [..., {stop - start}]",
             found=f"shape {tuple(logits.shape)}",
-            fix="give the number of classes of the whole: num_classes=...",
+            fix="pass the number of classes of all ranks together: num_classes=...",
         )
     return start, stop, size
 
@@ -143,25 +142,30 @@ def _check(
     if target.shape != logits.shape[:-1]:
         is_other = target.dim() == logits.dim()
         raise ShapeError(
-            "cross_entropy: each place must have its target",
-            expected=f"a target of shape {tuple(logits.shape[:-1])}: the classes are the last dim",
+            "cross_entropy: the shapes of logits and target do not match",
+            expected=f"a target of shape {tuple(logits.shape[:-1])} "
+            "(the last dim holds the classes)",
             found=f"logits of shape {tuple(logits.shape)}, target of shape {tuple(target.shape)}",
-            fix="targets are indices, not probabilities" if is_other else None,
+            fix="pass class indices, not probabilities"
+            if is_other
+            else "pass one class index for each position of the logits",
         )
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise DtypeError(
-            "cross_entropy takes indices of classes as targets",
+            "cross_entropy takes class indices as target",
             expected="a target of an integer dtype",
             found=describe(target),
-            fix="target.long()",
+            fix="convert the target: target.long()",
         )
     if reduction not in _REDUCTIONS:
         raise ArgumentError(
-            f"cross_entropy has no reduction {reduction!r}",
-            expected=", ".join(map(repr, _REDUCTIONS)),
+            f"cross_entropy does not support reduction={reduction!r}",
+            expected="one of " + ", ".join(map(repr, _REDUCTIONS)),
+            fix="pass for example reduction='mean'",
         )
     if not 0 <= label_smoothing <= 1:
         raise ArgumentError(
-            f"cross_entropy: label_smoothing is {label_smoothing!r}",
+            f"cross_entropy cannot use label_smoothing={label_smoothing!r}",
             expected="a number from 0 to 1",
+            fix="pass for example label_smoothing=0.1",
         )

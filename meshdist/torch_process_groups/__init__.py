@@ -1,1 +1,1 @@
-"""Our wires as process groups of torch; ``import meshdist.torch_backends`` offers them."""
+"""Torch process groups on meshdist backends; see ``meshdist.torch_backends``."""

@@ -1,7 +1,7 @@
-"""Run the functional operators whose C++ asks a group for a backend, which our groups lack.
+"""Run functional operators whose C++ asks for a backend, which meshdist groups lack.
 
-Torch's own kernels of these operators serve all devices. So kernels for a device come first, and
-give other groups' calls back to torch's.
+torch's kernels serve all devices, so kernels for a device take precedence; they pass other groups'
+calls to torch's kernels.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import ArgumentError
-from .wire_group import WireGroup
+from .backend_group import BackendGroup
 
 _IS_SEND = {"isend": True, "irecv": False}
 _torchs: Any = c10d
 _ops: Any = torch.ops._c10d_functional
-_library = torch.library.Library("_c10d_functional", "IMPL")  # which drops its kernels as it ends
+# removes its kernels when it is deleted
+_library = torch.library.Library("_c10d_functional", "IMPL")
 
 
 def _gather_into(
-    group: WireGroup, x: torch.Tensor, group_size: int, name: Any, *, out: torch.Tensor
+    group: BackendGroup, x: torch.Tensor, group_size: int, name: Any, *, out: torch.Tensor
 ) -> torch.Tensor:
     group.all_gather_single_coalesced([out], [x]).wait()
     return out
 
 
 def _exchange(
-    group: WireGroup,
+    group: BackendGroup,
     words: list[str],
     peers: list[int],
     tags: list[int],
@@ -48,7 +49,7 @@ def _exchange(
         start = group.send if _IS_SEND[word] else group.recv
         works.append(start([tensor], peer, tag))
         results.append(tensor.new_empty(0) if _IS_SEND[word] else tensor)
-    for work in works:  # after all have started: a rank may send to one that sends to it
+    for work in works:  # after all have started, since two ranks may send to each other
         work.wait()
     return results
 
@@ -56,12 +57,12 @@ def _exchange(
 def _run(operator: Any, ours: Callable[..., Any], *given: Any, **named: Any) -> Any:
     name = next(each for each in reversed(given) if isinstance(each, (str, c10d.ProcessGroup)))
     group = _torchs._resolve_process_group(name) if isinstance(name, str) else name
-    if isinstance(group, WireGroup):
+    if isinstance(group, BackendGroup):
         return ours(group, *given, **named)
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *given, **named)
 
 
 for _name, _ours in (("all_gather_into_tensor_out", _gather_into), ("batch_p2p_ops", _exchange)):
-    if hasattr(_ops, _name):  # ``batch_p2p_ops`` came with torch 2.13
+    if hasattr(_ops, _name):  # ``batch_p2p_ops`` exists since torch 2.13
         for _device in ("CPU", "CUDA"):
             _library.impl(_name, partial(_run, getattr(_ops, _name).default, _ours), _device)

@@ -1,9 +1,9 @@
-"""The members of one of torch's groups as a group of ours: the verbs of torch's run on it.
+"""Represent a torch process group as a meshdist group.
 
-On a wire that does not compare calls by itself, as in meshdist's own groups the members on one host
-write a header of each collective where the others can read it. Of two members whose calls differ
-the later sees it at once, the earlier while it waits, or at its next call. No thread answers
-questions of other members; but as all see that calls differ, each writes its own into the store.
+If the backend does not compare calls, members on one host write fingerprints of collectives to
+shared memory. If calls differ, the later member detects that immediately, the earlier member in its
+wait or next call. There is no control thread: a member that detects a mismatch writes its call to
+the store.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from weakref import ref
 import torch
 from torch.distributed import Store
 
-from ..bootstrap.bounded_store import read_json, within
+from ..backends.operation_args import Layout, OperationArgs
+from ..backends.registry import BackendType, Opening
+from ..backends.requests import RanksMismatch
+from ..backends.work import Work
+from ..bootstrap.timeout_store import read_json, within
 from ..bootstrap.world import World
-from ..checking.calls import GroupFacts, Note
-from ..checking.header_table import WINDOW, HeaderTable
+from ..checking.calls import CallRecord, GroupFacts
+from ..checking.fingerprint_table import WINDOW, FingerprintTable
 from ..checking.recorder import FORGOTTEN, Recorder
-from ..checking.shared_words import words_of_process
-from ..error_text import grouped_text, ranks_text
+from ..checking.shared_flags import words_of_process
+from ..error_text import UNUSABLE_GROUP, grouped_text, ranks_text
 from ..errors import AbortedError
-from ..groups.channel import Channel
 from ..groups.communicators import OpenCommunicator
-from ..groups.explainer import OtherMembers, explained_opening
-from ..groups.host_comparison import HeaderTables
+from ..groups.control_messages import Endings, collect
+from ..groups.device_group import DeviceGroup
+from ..groups.failure_diagnosis import PeerStatus, explained_opening
+from ..groups.host_comparison import FingerprintTables
 from ..groups.process_group import ProcessGroup
-from ..groups.signals import Endings, collect
 from ..runtime.deadlines import Deadline
 from ..runtime.hosts import forks
-from ..wires.operations import MembersDisagree
-from ..wires.prepared import Layout, PreparedCall
-from ..wires.registry import Opening, Wire
-from ..wires.work import Work
 
 ANSWERS_S = 1.0
 _ABORT = "abort"
 
 
 class InnerGroup(ProcessGroup):
-    """A group of torch's as a group of ours; to make it opens the wire, collectively."""
+    """A torch group as a meshdist group; creation opens the backend and is collective."""
 
-    def __init__(self, wire: Wire, opening: Opening) -> None:
+    def __init__(self, backend: BackendType, opening: Opening) -> None:
         ranks, timeout, label = opening.ranks, opening.timeout, opening.name
-        # Opening is collective and calls need not be: so all that may be called for is opened here.
+        # Opening is collective and calls need not be, so open everything that a call may need here.
         kinds = {opening.device_type, *(["cuda"] if torch.cuda.is_available() else [])}
-        backends = dict.fromkeys(sorted(wire.device_types & kinds), wire.name)
+        backends = dict.fromkeys(sorted(backend.device_types & kinds), backend.name)
         size, hosts = max(ranks) + 1, dict(zip(ranks, opening.hosts, strict=False))
         world = World(ranks[opening.rank], size, opening.store, backends, timeout)
         world.hosts = tuple(
             hosts.get(rank, -1) for rank in range(size)
         )  # one host, if none is known
         super().__init__(world, ranks, name=f"group {label!r} ({ranks_text(ranks)})")
-        facts = GroupFacts(self.name, ranks, opening.rank, label, wire.name, timeout)
+        facts = GroupFacts(self.name, ranks, opening.rank, label, backend.name, timeout)
         self.here, self.recorder, self._label = facts.here, Recorder(), label
         self._aborts: dict[str, dict[str, Any]] = {}
-        words = None if wire.compares_calls else words_of_process()
-        table = HeaderTables(world, words).make(label, ranks, compares_messages=False)
-        others = MembersOfTorchGroup(facts, opening.store, self.recorder, table, ref(self))
+        words = None if backend.compares_calls else words_of_process()
+        table = FingerprintTables(world, words).make(label, ranks, compares_messages=False)
+        others = TorchGroupPeers(facts, opening.store, self.recorder, table, ref(self))
         if table is not None and words is not None:
             Endings(world).announce(words=words.address)
             opening = replace(opening, look=others.compare_again)
@@ -73,12 +73,12 @@ class InnerGroup(ProcessGroup):
                 terms = opening
                 if kind != opening.device_type:
                     terms = opening.below(kind, device_type=kind)
-                explained = explained_opening(self.name, ranks, wire, self.here)
+                explained = explained_opening(self.name, ranks, backend, self.here)
                 with explained, within(Deadline(timeout)):
-                    communicator = wire.open(replace(terms, name=f"group {label!r}"))
+                    communicator = backend.open(replace(terms, name=f"group {label!r}"))
                 of_calls = label, communicator, self.recorder, self._aborts, table
                 opened = OpenCommunicator(*of_calls)
-                self._channels[kind] = _SharedChannel(facts, wire, opened, kind, others)
+                self._device_groups[kind] = _SharedDeviceGroup(facts, backend, opened, kind, others)
         except BaseException:
             self.close()
             if table is not None:
@@ -90,11 +90,11 @@ class InnerGroup(ProcessGroup):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the group was closed, or belongs to the parent of a forked process."""
+        """Return whether the group was closed or belongs to a forked process's parent."""
         return self._closed or self._num_forks != forks[0]
 
     def check_unbroken(self) -> None:
-        """Raise if the group was closed, or has failed, or belongs to a parent's process."""
+        """Raise if the group was closed, has failed or belongs to a parent's process."""
         if self._closed or self._num_forks != forks[0]:
             self.check_usable()
         if self._aborts:
@@ -102,79 +102,76 @@ class InnerGroup(ProcessGroup):
                 f"{self.name} cannot be used after a failure",
                 where=self.here,
                 found=self._aborts[self._label]["reason"],
-                fix="make a new group on the ranks that are left",
+                fix="create a new group with the remaining ranks",
             )
 
     def break_here(self, reason: str) -> None:
-        """Refuse all later calls, giving ``reason``, and end every wait."""
-        # After a timeout the members may be out of step: a late member would meet another call than
-        # its own. Where the wire does not compare calls, it has started those of some members.
+        """Make all later calls raise with ``reason``, and end every wait."""
+        # After a timeout the members may be out of step: a late member would match a different
+        # call. A backend that does not compare calls has already started the calls of some members.
         self._aborts.setdefault(self._label, {"reason": reason})
         self.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of every later call."""
         self.own_timeout = timeout
-        for channel in self._channels.values():
-            channel.timeout = timeout
+        for device_group in self._device_groups.values():
+            device_group.timeout = timeout
 
     def abort(self, reason: str = "") -> None:
-        """Free every wait, here and on the other members."""
-        for channel in self._channels.values():
-            channel.communicator.abort()
+        """End every wait, here and on the other members."""
+        for device_group in self._device_groups.values():
+            device_group.communicator.abort()
 
     def leave(self) -> None:
-        """Announce to the other members that this process ends in good order."""
-        for channel in () if self.is_over else self._channels.values():
-            channel.opened.leave()
+        """Announce to the other members that this process exits normally."""
+        for device_group in () if self.is_over else self._device_groups.values():
+            device_group.opened.leave()
 
     def close(self) -> None:
-        """Leave the group, and close its channels."""
         self.leave()
         self._closed = True
-        for channel in self._channels.values():
-            channel.opened.close()
+        for device_group in self._device_groups.values():
+            device_group.opened.close()
 
 
-class _SharedChannel(Channel):
-    """A channel on which several threads may call verbs at the same time."""
+class _SharedDeviceGroup(DeviceGroup):
+    """A device group on which several threads may run collectives concurrently."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._starting = threading.RLock()
-        self._warn_dropped = None  # torch, too, lets a program drop a Work
+        self._warn_dropped = None  # torch also lets a program drop a Work
 
-    def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
+    def run(self, prepared: OperationArgs, *, is_async: bool = False) -> Work | None:
         if not is_async:
             return super().run(prepared)
-        # Calls that go on in the background start in the order in which they are noted.
+        # Asynchronous calls start in the order in which they are recorded.
         with self._starting:
             return super().run(prepared, is_async=True)
 
-    def enter(self, prepared: PreparedCall, layouts: Sequence[Layout] = ()) -> None:
+    def enter(self, prepared: OperationArgs, layouts: Sequence[Layout] = ()) -> None:
         with self._starting:
             super().enter(prepared, layouts)
-        if self.header_table is not None:
+        if self.fingerprint_table is not None:
             try:
                 self._others.compare_again(is_thorough=False)
-            except MembersDisagree as failure:
+            except RanksMismatch as failure:
                 raise self.explain(failure, prepared.number) from None
 
 
 @dataclass
-class MembersOfTorchGroup(OtherMembers):
-    """The other members of a group of torch's.
+class TorchGroupPeers(PeerStatus):
+    """A torch group's other members.
 
     Args:
-        table: in which members write their calls; None where these are not compared, or the wire
-            compares them.
-        inner: a weak reference, since the group's channels keep what keeps this.
+        table: has the members' calls; None if calls are not compared, or the backend compares them.
+        inner: a weak reference, since the group's device groups reference this object.
     """
 
     group: GroupFacts
     store: Store
     recorder: Recorder
-    table: HeaderTable | None
+    table: FingerprintTable | None
     inner: Callable[[], InnerGroup | None]
     _num_compared: int = 0
 
@@ -187,7 +184,7 @@ class MembersOfTorchGroup(OtherMembers):
             if differing:
                 others = ranks_text(sorted(self.group.ranks[member] for member in differing))
                 text = f"this member's call differs from that of {others}"
-                raise MembersDisagree(text, number)
+                raise RanksMismatch(text, number)
             is_compared = is_compared and differing is not None
             if is_compared:
                 self._num_compared = number
@@ -211,9 +208,9 @@ class MembersOfTorchGroup(OtherMembers):
         self.break_here(reason)
 
     def agree_on_error(
-        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: CallRecord | None, about: dict[str, Any]
     ) -> dict[str, str]:
-        # Where the wire compares calls it does so before any data moves, and the group goes on.
+        # A backend that compares calls does so before any data moves, so the group stays usable.
         text = FORGOTTEN if mine is None else mine.text
         where, fix = disagreement["where"], disagreement["fix"]
         if "sequence" not in about:
@@ -224,7 +221,7 @@ class MembersOfTorchGroup(OtherMembers):
                 where += "; no data was moved"
             else:
                 where += "; this member's tensors may have been written"
-                fix += "; the group is broken now"
+                fix += f"; {UNUSABLE_GROUP}"
                 self.break_here(disagreement["summary"])
         found = "\n".join(filter(None, (disagreement["found"], found)))
         return {**disagreement, "where": where, "found": found, "fix": fix}
@@ -232,7 +229,7 @@ class MembersOfTorchGroup(OtherMembers):
     def _what_each_called(self, sequence: int, text: str) -> str:
         texts, places = {self.group.rank: text}, range(len(self.group.ranks))
         keys = {member: f"disagreement/{sequence}/{member}" for member in places}
-        with suppress(RuntimeError):  # the store is lost: then each knows of its own call alone
+        with suppress(RuntimeError):  # the store is lost: each member reports only its own call
             self.store.set(keys[self.group.rank], json.dumps(text))
             texts |= collect(self.store, keys, Deadline(ANSWERS_S), str)
         return grouped_text(
@@ -242,5 +239,5 @@ class MembersOfTorchGroup(OtherMembers):
 
 
 def _parse_abort(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked rank and reason of a member's abort message."""
+    """Parse the rank and reason of a member's abort message."""
     return {"rank": int(value["rank"]), "reason": str(value["reason"])}

@@ -1,9 +1,8 @@
-"""Torch's kind of Work over ours: torch's own code waits for it and chains futures on it.
+"""Implement torch's Work and futures on meshdist's Work.
 
-Torch's reducer waits for futures in C++, which calls no method of ours. So a thread of the group
-waits for the verbs in turn, in the order in which the members started them. Each future
-is completed by a thread of its own, since that runs the callbacks, and a callback may wait for the
-future of another verb.
+Torch's reducer waits for futures in C++, which cannot call Python methods. So a thread of the group
+waits for its collectives in starting order. A separate thread completes each future, because a
+callback may wait for another future.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch
 import torch.distributed as torch_distributed
 from torch._C._profiler import _RecordFunctionFast
 
+from ..backends.requests import DONE, WorkerQueue
+from ..backends.simulated.scheduler import find_rank_here
+from ..backends.work import Work
 from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
-from ..wires.operations import DONE, WorkerQueue
-from ..wires.simulated.scheduler import find_rank_here
-from ..wires.work import Work
 
 _UNSET = timedelta(0)
 _PATIENCE_S = 1.0
@@ -32,11 +31,11 @@ _completing: WeakSet[threading.Thread] = WeakSet()
 
 
 class TorchWork(torch_distributed.Work):
-    """A Work of torch's for any number of verbs in flight; without ``works`` all is done.
+    """A torch Work of several collectives; without ``works``, it is done.
 
     Args:
-        recordings: the threads that end records of the profiler, which a wait waits for, too.
-        num_blocks: if not 0, the result is this number of blocks of each tensor, as Gloo's is.
+        recordings: threads that end the profiler's records; a wait awaits them, too.
+        num_blocks: if not 0, each result tensor is split into so many blocks, as by Gloo.
     """
 
     def __init__(
@@ -57,17 +56,17 @@ class TorchWork(torch_distributed.Work):
 
     @classmethod
     def joined(cls, parts: Sequence[TorchWork], completer: WorkerQueue) -> TorchWork:
-        """Return a single Work of several, whose result is the list of all results.
+        """Return a Work of several, whose result lists all results.
 
         Args:
-            completer: its thread waits for the verbs once the Work's future is asked for.
+            completer: its thread waits for the collectives once the Work's future is requested.
         """
         works = [work for part in parts for work in part._works]
         recordings = [thread for part in parts for thread in part._recordings]
         return cls(works, [x for part in parts for x in part._blocks()], completer, recordings)
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Return True when all is done; each verb may take ``timeout``, or the group's for zero."""
+        """Wait for all collectives, each up to ``timeout`` (zero: the group's)."""
         try:
             for work in self._works:
                 work.wait(timeout)
@@ -77,10 +76,10 @@ class TorchWork(torch_distributed.Work):
                 thread.join()
 
     def end_with(self, records: list[Any], is_async: bool) -> None:
-        """End the profiler's ``records`` with the verb; of an async call maybe at its start."""
-        # Another thread ends it, and holds it last: so the profiler sees that the verb went on in
-        # the background. torch 2.11 drops such a record: it ends with an async call's start there.
-        # A simulated rank has one thread.
+        """End the profiler's ``records`` with the collective, or at an async call's start."""
+        # A thread that ends the record holds its last reference, so the profiler sees that the
+        # collective ran in the background. torch 2.11 drops such a record, so it ends there when
+        # the async call has started. A simulated rank has one thread.
         if not ENDS_RECORDS_ANYWHERE or find_rank_here() is not None:
             return self._record(records, () if is_async else self._works)
         thread = threading.Thread(target=self._record, args=(records, self._works), daemon=True)
@@ -100,24 +99,24 @@ class TorchWork(torch_distributed.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all verbs of this Work are done or have failed, without waiting."""
+        """Return whether all collectives are done or have failed, without waiting."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether all verbs of this Work are done and none has failed."""
+        """Return whether all collectives have succeeded."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Exception | None:
-        """Return the error of the first verb that has failed, or None."""
+        """Return the first failed collective's error, or None."""
         return next(filter(None, (work.exception() for work in self._works)), None)
 
     def result(self) -> list[Any]:
-        """Wait, and return the tensors that hold the result."""
+        """Wait, and return the result's tensors."""
         self.wait()
         return self._blocks()
 
     def _blocks(self) -> list[Any]:
-        # Only on request: a call whose result nobody reads must not pay for the views.
+        # Create the views only on request: most callers do not read the result.
         if not self._num_blocks:
             return self._result
         return [
@@ -125,20 +124,21 @@ class TorchWork(torch_distributed.Work):
         ]
 
     def source_rank(self) -> int:
-        """Return the group rank that a finished receive came from; BackendError for all others."""
+        """Return the group rank of a finished receive's sender; else raise BackendError."""
         for work in self._works:
             return work.source_rank()
-        return DONE.source()  # it raises, as for all that is no receive
+        return DONE.source()  # raises, because this is not a receive
 
-    _source_rank = source_rank  # as torch's front end calls it
+    _source_rank = source_rank  # the name that torch's front end calls
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a Future of the result's tensors; an error in it becomes a RuntimeError."""
+        """Return a Future of the result's tensors; its errors become RuntimeErrors."""
         if self._future is None:
             done: torch.futures.Future[None] = torch.futures.Future()
-            # What a callback raises is an error for C++ too, which a Future's own exception is not.
+            # C++ raises the exception of a callback, but not a Future's own exception.
             self._future = done.then(self._outcome)
-            if find_rank_here() is not None:  # no other thread may wait, and torch's C++ would
+            # torch's C++ would wait, and no other thread may complete it
+            if find_rank_here() is not None:
                 with suppress(Exception):  # the callback raises it
                     self.wait()
             if self.is_completed():
@@ -163,27 +163,27 @@ class TorchWork(torch_distributed.Work):
 
 @atexit.register
 def _await_callbacks() -> None:
-    """Let callbacks end before the interpreter does, which their threads would not survive."""
+    """Wait for callbacks before the interpreter exits, which would end their threads."""
     for thread in list(_completing):
         thread.join(_PATIENCE_S)
 
 
-def begin_record(title: str, given: Sequence[Any]) -> list[Any]:
-    """Begin a record of torch's profiler with the shapes of tensors, for ``end_with``."""
-    records = [_RecordFunctionFast(title, list(tensors_of(given)))]
+def begin_record(op_name: str, given: Sequence[Any]) -> list[Any]:
+    """Begin a torch profiler record with tensor shapes, for ``end_with``."""
+    records = [_RecordFunctionFast(op_name, list(tensors_of(given)))]
     records[0].__enter__()
     return records
 
 
 def end_records(records: list[Any]) -> None:
-    """End the profiler's ``records`` from ``begin_record`` that have not ended, and drop them."""
-    # A record that ends behind its profiler, as a traceback drops it, writes into freed memory.
+    """End and drop the profiler's ``records`` that have not ended."""
+    # If a record outlives its profiler (a traceback can keep it alive), it writes to freed memory.
     while records:
         records.pop().__exit__(None, None, None)
 
 
 def tensors_of(given: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among arguments, some of which may be lists, also of lists."""
+    """Yield the tensors among arguments and nested lists."""
     for argument in given:
         if isinstance(argument, torch.Tensor):
             yield argument

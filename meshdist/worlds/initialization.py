@@ -1,4 +1,4 @@
-"""Start and end of the process's world, and what can be asked about it: torch's names."""
+"""Initialize and destroy the process's world, with torch's names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
-from ..bootstrap.generations import Rendezvous
-from ..bootstrap.init_methods import Terms, meet
+from ..backends.backend_names import (
+    default_backends,
+    parse_backends,
+    usable_defaults,
+)
+from ..backends.registry import find_backend, get_backend
+from ..bootstrap.init_methods import InitArguments, meet
+from ..bootstrap.rendezvous_rounds import Rendezvous
 from ..bootstrap.stores import HashStore, PrefixStore, Store
 from ..bootstrap.world import (
     World,
@@ -27,18 +33,12 @@ from ..bootstrap.world import (
     install_world,
     remove_world,
 )
-from ..checking.program import one_frame, warn_caller
+from ..checking.call_sites import one_frame, warn_caller
 from ..errors import ArgumentError, BackendError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, resolve_group, world_group
 from ..runtime import memory
-from ..wires.names import (
-    default_wires,
-    parse_backends,
-    usable_defaults,
-)
-from ..wires.registry import find_wire, get_wire
-from .inquiries import is_outsider
-from .taking_over import take_over
+from .late_init import take_over
+from .queries import is_outsider
 
 __all__ = [
     "destroy_process_group",
@@ -61,33 +61,32 @@ def init_process_group(
     pg_options: Any = None,
     device_id: torch.device | int | None = None,
 ) -> None:
-    """Afterwards every rank of the job is in one world; returns when all have joined.
+    """Initialize the default process group; return when all ranks have called this.
+
+    A simulated rank uses the simulated world and ignores the other arguments. If torch.distributed
+    is initialized, meshdist reuses its ranks, store and backends. If meshdist already initialized
+    itself at the first collective or mesh, the arguments must match.
 
     Args:
-        backend: the wire: "gloo", "nccl", a registered name, or pairs as in
-            "cpu:gloo,cuda:nccl"; None serves CPU and CUDA tensors, each by its default wire.
-        init_method: ``env://`` (the default: what the launcher has set), ``tcp://host:port``, or
-            ``file:///path``; excludes ``store``.
-        timeout: how long to wait for the other ranks, and how long a verb may wait; default 30
-            minutes, 10 on NCCL.
-        world_size: how many ranks there are; wins over WORLD_SIZE.
-        rank: this process's rank; wins over RANK. With tcp:// and file:// it may be left out:
-            ranks then follow the order of arrival.
-        store: a store that all ranks share; needs ``rank`` and ``world_size``.
-        group_name: worlds of different names may meet at one address; no other meaning.
-        pg_options: the wire's own options.
-        device_id: binds this rank to a device; NCCL then connects at once.
-
-    Inside a simulated rank this adopts the simulated world, whatever the arguments name; where
-    torch.distributed has a world already, that world, its store and backends are adopted. Where
-    this process has joined its world at its first verb or mesh, that world is taken over.
+        backend: "gloo", "nccl", another registered name, or pairs such as "cpu:gloo,cuda:nccl".
+            None uses the default backends for CPU and CUDA tensors.
+        init_method: ``env://`` (the default, the launcher's variables), ``tcp://host:port`` or
+            ``file:///path``. Mutually exclusive with ``store``.
+        timeout: How long to wait for the other ranks, and how long a collective may wait. Default
+            30 minutes, 10 on NCCL.
+        world_size: The number of ranks; overrides WORLD_SIZE.
+        rank: This process's rank; overrides RANK. Optional with tcp:// and file://, which number
+            ranks in order of arrival.
+        store: A shared store; needs ``rank`` and ``world_size``.
+        group_name: Separates several process groups at the same address.
+        pg_options: Options of the backend.
+        device_id: This rank's device; NCCL then connects immediately.
 
     Raises:
-        ArgumentError, KindError: wrong or contradicting arguments; nothing was sent.
-        BackendError: no such wire, or none on this machine; nothing was sent.
-        RendezvousError: the ranks did not find each other; the text names the missing ranks.
-        WorldError: the process group is initialized already, or was joined at the first touch and
-            the arguments disagree with it.
+        ArgumentError, KindError: An argument is invalid or contradicts another; nothing was sent.
+        BackendError: The backend is unknown or unusable on this machine; nothing was sent.
+        RendezvousError: The ranks did not find each other; the text names the missing ranks.
+        WorldError: Already initialized, or initialized lazily with different arguments.
     """
     check_timeout(timeout)
     backends = parse_backends(backend)
@@ -102,7 +101,9 @@ def init_process_group(
         rank = world_size = -1
     end_orphan()
     limit = timeout or DEFAULT_TIMEOUT
-    terms = Terms(init_method, rank, world_size, store, group_name, limit, usable_defaults())
+    init_arguments = InitArguments(
+        init_method, rank, world_size, store, group_name, limit, usable_defaults()
+    )
     found = find_world()
     if found is not None and found.is_simulated:
         _adopt_simulated(found, rank, world_size)
@@ -110,34 +111,34 @@ def init_process_group(
     if found is not None:
         found.check_usable()
         if not found.first_touch:
-            install_world(found)  # raises: there is one
+            install_world(found)  # raises because a world exists
         take_over(
             found,
             None if backend is None else backends,
-            terms,
+            init_arguments,
             timeout=timeout,
             options=pg_options,
             device=_checked_device(device_id),
         )
         return
     for name in set(backends.values()):
-        get_wire(name)
+        get_backend(name)
     device = _checked_device(device_id)
     find_adopted: Callable[[], Store | None] | None = None
     if store is None and torch_distributed.is_initialized():
-        joined = _meet_in_torch_world(terms)
+        joined = _meet_in_torch_world(init_arguments)
         named = parse_backends(torch_distributed.get_backend_config())
         common = _available(named) or backends
         find_adopted = weakref.ref(distributed_c10d._get_default_store())
     else:
-        joined = meet(terms, is_mpi_asked=is_mpi)
-        common = _available(default_wires(joined.wires))
+        joined = meet(init_arguments, is_mpi_asked=is_mpi)
+        common = _available(default_backends(joined.backends))
     chosen = common if backend is None else backends
     world = _make_world(joined, store, chosen, timeout, pg_options, device)
-    world.chooses_wires = backend is None
+    world.chooses_backends = backend is None
     world.find_adopted = find_adopted
-    if find_adopted is not None and world.chooses_wires:
-        _tell_adopted_wire(world, default_wires(joined.wires))
+    if find_adopted is not None and world.chooses_backends:
+        _tell_adopted_backend(world, default_backends(joined.backends))
     install_world(world)
     try:
         world_group(world).open_all()
@@ -149,19 +150,18 @@ def init_process_group(
 
 @one_frame
 def destroy_process_group(group: GroupLike = None) -> None:
-    """Afterwards ``group``, or with None the whole world, is closed on this rank.
+    """Destroy ``group``, or all process groups, on this rank.
 
-    Does not wait for the other ranks, except for at most two seconds if hosts compare their last
-    calls. A new world may be made afterwards, at the same address too.
+    Does not wait for other ranks, except up to two seconds if hosts compare their last calls. You
+    can initialize again afterwards, also at the same address.
 
     Args:
-        group: one group, for example from ``new_group``; other groups are not harmed. Ignored
-            where it is ``GroupMember.NON_GROUP_MEMBER``.
+        group: None for the world and all groups. ``GroupMember.NON_GROUP_MEMBER`` does nothing.
 
     Raises:
-        AgreementError: the last calls of two hosts differ; it is closed.
-        NotInitializedError: there is no world; it was closed before, or never made.
-        GroupClosedError: the group was destroyed before.
+        MismatchError: The last calls of two hosts differ; the group is closed.
+        NotInitializedError: Nothing is initialized, or it was already destroyed.
+        GroupClosedError: The group was already destroyed.
     """
     world = find_world()
     if world is None or world.is_closed:
@@ -169,7 +169,7 @@ def destroy_process_group(group: GroupLike = None) -> None:
             "there is no process group to destroy",
             expected="destroy_process_group() once after each init_process_group()",
             found="none was initialized in this process, or it was destroyed before",
-            fix="drop this call, or guard it: if is_initialized(): destroy_process_group()",
+            fix="remove this call, or guard it: if is_initialized(): destroy_process_group()",
         )
     if is_outsider(group):
         return
@@ -185,16 +185,16 @@ def destroy_process_group(group: GroupLike = None) -> None:
 
 @contextmanager
 def world(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Begin a world, and end it behind the ``with`` block, whatever happens there.
+    """Initialize the default process group, and destroy it at the end of the ``with`` block.
 
-    Where an exception leaves the block, the other ranks are told at once which, and where it was
-    raised, though this process lives on: a worker of a pool, an actor, a notebook.
+    If the block raises, the other ranks immediately learn the exception and its source line, even
+    if this process continues (a pool worker, an actor or a notebook).
 
     Args:
-        args, kwargs: as for ``init_process_group``.
+        args, kwargs: The arguments of ``init_process_group``.
 
     Raises:
-        as ``init_process_group``; and what the block raises.
+        Exception: Any exception of ``init_process_group`` or the block.
 
     Example:
         >>> import meshdist as md
@@ -230,30 +230,30 @@ def _end(world: World) -> None:
 
 
 def end_orphan() -> None:
-    """Close this process's world if it was adopted from torch, whose own world has ended."""
+    """Close this process's world if it reuses an ended torch world."""
     world = find_world()
     if world is not None and world.is_orphan and not world.is_closed:
         _end(world)
 
 
-def _tell_adopted_wire(world: World, usual: dict[str, str]) -> None:
-    """Warn on rank 0 if an adopted world has no shm for the CPU though ``usual`` names shm."""
+def _tell_adopted_backend(world: World, usual: dict[str, str]) -> None:
+    """Warn on rank 0 if a reused world lacks shm for the CPU though ``usual`` has it."""
     taken, best = world.backends.get("cpu"), usual.get("cpu")
     if world.rank == 0 and world.size > 1 and world.is_one_host and taken != best == "shm":
         _log.warning(
-            "meshdist: CPU tensors go over %r, as in the world of torch.distributed that was "
-            "adopted; shared memory is faster on this host, and md.init_process_group('cpu:shm') "
-            "before the first mesh takes it",
+            "meshdist: CPU tensors use backend %r, as in the torch.distributed process group that "
+            "meshdist reuses; shared memory is faster on this host: call "
+            "md.init_process_group('cpu:shm') before the first mesh",
             taken,
         )
 
 
 def _available(backends: dict[str, str]) -> dict[str, str]:
-    wires = {device_type: find_wire(name) for device_type, name in backends.items()}
+    types = {device_type: find_backend(name) for device_type, name in backends.items()}
     return {
-        device_type: wire.name
-        for device_type, wire in wires.items()
-        if wire is not None and wire.is_available()
+        device_type: backend.name
+        for device_type, backend in types.items()
+        if backend is not None and backend.is_available()
     }
 
 
@@ -264,12 +264,16 @@ def _checked_device(device_id: torch.device | int | None) -> torch.device | None
     if isinstance(device_id, int):
         if accelerator is None:
             raise ArgumentError(
-                f"device_id={device_id} names an accelerator, and torch has none here",
-                fix="leave device_id out, or install a build of torch for your accelerator",
+                f"device_id={device_id} needs an accelerator, but torch finds none here",
+                fix="remove device_id, or install a build of torch for your accelerator",
             )
         device_id = torch.device(accelerator.type, device_id)
     if not isinstance(device_id, torch.device):
-        raise KindError("device_id must be a torch.device or an int", found=f"{device_id!r}")
+        raise KindError(
+            "device_id must be a torch.device or an int",
+            found=f"{device_id!r}",
+            fix="pass a device, for example torch.device('cuda', 0)",
+        )
     if device_id.type == "cpu":
         return device_id
     count = torch.accelerator.device_count() if accelerator is not None else 0
@@ -284,6 +288,7 @@ def _checked_device(device_id: torch.device | int | None) -> torch.device | None
             f"device_id={device_id} is not a device of this machine",
             expected="a device with its index, for example torch.device('cuda', 0)",
             found=f"this machine has {here}",
+            fix="pass a device of this machine, or leave device_id out",
         )
     return device_id
 
@@ -301,26 +306,27 @@ def _adopt_simulated(world: World, rank: int, world_size: int) -> None:
             )
     if world.is_adopted and not world.is_closed:
         raise WorldError(
-            "the process group is initialized already",
+            "the process group is already initialized",
             where=f"rank {world.rank} of {world.size} simulated ranks",
-            fix="call destroy_process_group() first, or drop the second init_process_group",
+            fix="call destroy_process_group() first, or remove the second init_process_group",
         )
     if world.is_closed:
-        # Keys of the world that was closed are not read again.
+        # A new prefix hides the keys of the world that was closed.
         world = dataclasses.replace(world, store=PrefixStore("again", world.store))
         enter_world(world)
     world.is_adopted = True
 
 
-def _meet_in_torch_world(terms: Terms) -> Rendezvous:
-    asked = terms.rank, terms.world_size
+def _meet_in_torch_world(init_arguments: InitArguments) -> Rendezvous:
+    asked = init_arguments.rank, init_arguments.world_size
     real = torch_distributed.get_rank(), torch_distributed.get_world_size()
     config = torch_distributed.get_backend_config()
     if "fake" in parse_backends(config).values():
         raise BackendError(
-            "a world of torch's fake backend has no other ranks to join",
+            "cannot reuse the process group of torch.distributed: its backend 'fake' has no "
+            "other ranks",
             where=f"rank {real[0]} of {real[1]}",
-            expected="a world of torch.distributed with a process for each rank",
+            expected="a torch.distributed process group with one process per rank",
             found=f"backend {config!r}",
             fix=f"simulate the ranks: meshdist.simulate(program, {real[1]}); or plan without "
             f"processes: meshdist.Layout.from_shape(({real[1]},), ('dp',))",
@@ -328,16 +334,16 @@ def _meet_in_torch_world(terms: Terms) -> Rendezvous:
     for name, given, there in zip(("rank", "world_size"), asked, real, strict=True):
         if given not in (-1, there):
             raise ArgumentError(
-                f"torch.distributed has a world already, with {name} {there}, not {given}",
-                expected="to adopt that world",
+                f"torch.distributed is already initialized with {name} {there}, not {given}",
+                expected="the values of that process group, which meshdist reuses",
                 fix=f"leave {name} out, or call torch.distributed.destroy_process_group() before",
             )
     store = distributed_c10d._get_default_store()
     known = dataclasses.replace(
-        terms, init_method=None, rank=real[0], world_size=real[1], store=store
+        init_arguments, init_method=None, rank=real[0], world_size=real[1], store=store
     )
     joined = meet(known, origin="the world of torch.distributed")
-    return dataclasses.replace(joined, leave=lambda: None)  # torch's store is torch's to end
+    return dataclasses.replace(joined, leave=lambda: None)  # torch closes its own store
 
 
 def _make_world(
@@ -370,7 +376,7 @@ def _make_world(
 
 
 def _leave(world: World, leave: Callable[[], None]) -> None:
-    # Release the store first: the end of its last handle touches what leaving may remove.
+    # Release the store first: closing its last handle uses files that leaving may remove.
     if world.handle is not None:
         world.handle.close()
     world.kept.clear()

@@ -1,4 +1,4 @@
-"""Run a function on simulated ranks: threads of this process, of which exactly one runs."""
+"""Run a function on simulated ranks: threads of this process that take turns."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 import torch
 import torch.autograd.profiler as profiler
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
+from ..backends.simulated.communicator import DEVICE_TYPES
+from ..backends.simulated.scheduler import Scheduler, find_rank_here
+from ..backends.simulated.store import SimulatedStore
 from ..bootstrap.world import World, find_world, world_here
-from ..checking.program import end_here, enter_program
+from ..checking.call_sites import end_here, enter_program
 from ..errors import ArgumentError, KindError, WorldError
 from ..groups.communicators import get_registry
 from ..launching.failed_ranks import places_text
-from ..launching.streams import show
+from ..launching.output import show
 from ..runtime.torch_worlds import callers_torch_world, end_torch_world
-from ..wires.simulated.communicator import DEVICE_TYPES
-from ..wires.simulated.scheduler import Scheduler, find_rank_here
-from ..wires.simulated.store import SimulatedStore
 
 __all__ = ["simulate"]
 
@@ -36,36 +36,31 @@ def simulate(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[T]:
-    """Call ``fn(*args, **kwargs)`` on every rank of a world that lies in this process.
+    """Call ``fn(*args, **kwargs)`` on simulated ranks in this process; return the results by rank.
 
-    A rank keeps the turn until it waits in a verb or on the store; then the next rank that can
-    go on, in rank order, has it. The random generators (torch's, NumPy's global, ``random``'s)
-    and torch's default dtype are each rank's own, so runs repeat exactly and seeds mean what
-    they mean in processes. When no rank can go on, each raises DeadlockError, which says
-    what every rank waits for. There is no clock: no time-out ever expires.
+    A rank runs until it waits in a collective or on the store; then the next runnable rank, in rank
+    order, continues. Each rank has its own random generators (torch's, NumPy's global and
+    ``random``'s), seeded with its rank, and its own default dtype, initially the caller's. Runs
+    repeat exactly, and do not change the caller's generators and default dtype. Timeouts never
+    expire; if no rank can continue, every rank raises DeadlockError, which lists the call that each
+    rank waits for.
 
     Args:
-        fn: the program of one rank. What it closes over (globals, attributes of a bound method)
-            is shared by all ranks.
-        ranks: how many ranks, or the shape of the mesh they fill.
-        args: positional arguments; each rank gets a deep copy, tensors included.
-        kwargs: keyword arguments, copied likewise.
+        fn: The program of one rank. All ranks share its globals and closure.
+        ranks: The number of ranks, or the shape of the mesh that they fill.
+        args: Positional arguments. Each rank gets a deep copy, tensors included.
+        kwargs: Keyword arguments, also copied.
 
-    Returns:  what ``fn`` returned, by rank; None of a rank that called ``sys.exit()`` or
-        ``sys.exit(0)``.
-
-    On rank r the generators start as after ``torch.manual_seed(r)``, ``numpy.random.seed(r)``
-    and ``random.seed(r)``, and the default dtype is the caller's. The caller's own generators
-    and default dtype are as before when this returns.
+    Returns:
+        The results of ``fn`` by rank; None after ``sys.exit()`` or ``sys.exit(0)``.
 
     Raises:
-        ArgumentError, KindError: bad arguments, before any rank starts.
-        GradientError: a gradient that reaches a verb of ``lax`` whose result is equal on every rank
-            differs between ranks: a cast (``lax.pvary``) is forgotten.
-        WorldError: another thread simulates ranks.
-        The first exception of a rank itself, with the rank in its attribute ``rank``; the other
-        ranks are ended before. So is the SystemExit of ``sys.exit`` with another code, which ends
-        the program with that code.
+        ArgumentError, KindError: An argument is invalid; no rank has started.
+        GradientError: A gradient differs between ranks where it reaches a ``lax`` collective with
+            an invariant result; a cast (``lax.pvary``) is missing.
+        WorldError: Another thread simulates ranks.
+        Exception: The first exception of a rank, with the rank in its attribute ``rank``, after all
+            other ranks have stopped. ``sys.exit`` with another code raises its SystemExit.
 
     Example:
         >>> import meshdist as md, torch
@@ -81,11 +76,11 @@ def simulate(
         raise KindError(
             "simulate needs a function",
             found=f"{fn!r}",
-            fix="pass the function itself, its arguments as args: simulate(fn, 4, args=(x,))",
+            fix="pass the function and its arguments: simulate(fn, 4, args=(x,))",
         )
     if not isinstance(args, (tuple, list)):
         raise KindError(
-            "args must be a tuple", found=f"{args!r}", fix="for one argument write args=(x,)"
+            "args must be a tuple", found=f"{args!r}", fix="pass args=(x,) for one argument"
         )
     copies = [_copy_arguments(args, kwargs or {}, rank, size) for rank in range(size)]
     scheduler: Scheduler[T] = Scheduler(size)
@@ -112,7 +107,7 @@ def simulate(
                 result = fn(*own_args, **own_kwargs)
                 scheduler.ranks[rank].complete_watched()  # futures that nothing waited for
             except BaseException:
-                with suppress(Exception):  # the rank's own exception is the one to raise
+                with suppress(Exception):  # raise the rank's own exception instead
                     _close(world)
                 raise
             finally:
@@ -140,7 +135,7 @@ _simulating = threading.Lock()
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Raise WorldError if another thread simulates ranks; a rank may do so inside its own run."""
+    """Raise WorldError if another thread simulates ranks; a simulated rank may nest a run."""
     if find_rank_here() is not None:
         yield
         return
@@ -148,9 +143,10 @@ def _one_at_a_time() -> Iterator[None]:
         raise WorldError(
             "another thread simulates ranks in this process",
             where=f"thread {threading.current_thread().name!r}",
-            expected="one call of simulate at a time: its ranks take the process's generators",
-            fix="call simulate when the other has returned, inside one of its ranks, or in a "
-            "process of its own",
+            expected="one simulate() call at a time, because its ranks use the process's random "
+            "generators",
+            fix="call simulate() after the other call has returned, inside one of its ranks, or "
+            "in another process",
         )
     try:
         yield
@@ -163,18 +159,19 @@ _BEGINS_PROFILER = ("_prepare_profiler", "_run_on_profiler_start")
 
 @contextmanager
 def _one_profiler() -> Iterator[None]:
-    """Raise WorldError in a rank that begins a second profiler: two would crash torch."""
+    """Raise WorldError if a rank starts a second profiler, because two would crash torch."""
 
     def alone(begin: Callable[..., None]) -> Callable[..., None]:
         def begin_alone(*given: Any, **named: Any) -> None:
             rank, is_mine = find_rank_here(), torch.autograd._profiler_enabled()
             if rank is not None and profiler._is_profiler_enabled and not is_mine:
                 raise WorldError(
-                    f"simulated rank {rank.index} begins a profiler while another one is on",
-                    expected="one at a time for all simulated ranks: torch has one in a process",
+                    f"simulated rank {rank.index} cannot start a profiler because another one runs",
+                    expected="one profiler at a time for all simulated ranks, "
+                    "as torch has one a process",
                     fix="profile one rank, `with profile() if md.get_rank() == 0 else "
-                    "nullcontext():`; or all of them, by one profiler around simulate; or run "
-                    "processes: md.spawn",
+                    "nullcontext():`; or put one profiler around simulate(); or run processes "
+                    "with md.spawn",
                 )
             begin(*given, **named)
 
@@ -193,7 +190,7 @@ def _one_profiler() -> Iterator[None]:
 
 
 def _close(world: World) -> None:
-    """Close the world of a simulated rank, or the world that the program has made in its place."""
+    """Close a simulated rank's world, or the program's own world instead."""
     try:
         end_torch_world()
     finally:
@@ -204,7 +201,7 @@ def _count_ranks(ranks: int | tuple[int, ...]) -> int:
     shape = ranks if isinstance(ranks, tuple) else (ranks,)
     fix = "call for example simulate(fn, 4) or simulate(fn, (2, 2))"
     return math.prod(
-        get_whole_number(size, "the number of ranks of simulate", 1, fix=fix) for size in shape
+        get_integer(size, "the number of ranks of simulate", 1, fix=fix) for size in shape
     )
 
 
@@ -215,9 +212,9 @@ def _copy_arguments(
         return copy.deepcopy((tuple(args), dict(kwargs)))
     except Exception as failure:
         raise ArgumentError(
-            f"the arguments of simulate cannot be copied for rank {rank} of {size}",
+            f"simulate() cannot copy its arguments for rank {rank} of {size}",
             expected="arguments that copy.deepcopy can copy, one copy for each rank",
             found=f"{type(failure).__name__}: {failure}",
-            fix="make the object inside fn, pass tensors detached, or close over what all ranks "
-            "may share",
+            fix="create the object inside fn, detach tensors, or use a closure for objects that "
+            "all ranks may share",
         ) from failure

@@ -64,7 +64,7 @@ def test_joins_without_unreduced_operands(kinds: str, result: str, missing: str)
         assert join_types(texts, linearity) == JoinedType(type_text({"x": result}), wanted)
 
 
-# By linearity, the kinds that join where one is unreduced; all others with a U are refused.
+# By linearity, the kinds that join where one is unreduced; all others with a U are rejected.
 LINEAR = {
     "": set(),
     "add": {"U", "UU", "UUU"},
@@ -101,12 +101,12 @@ def test_axes_join_each_by_itself() -> None:
 # -- annotations ----------------------------------------------------------------------------------
 
 
-class Carrier:
+class PlanExecutor:
     """An object with attributes, as a tensor is."""
 
 
 def test_an_annotation_is_one_plain_attribute_of_which_each_setter_keeps_the_rest() -> None:
-    x = Carrier()
+    x = PlanExecutor()
     assert annotation_of(x) == Annotation()
     assert (find_type(x), type_of(x), vars(x)) == (None, "", {})
     change_annotation(x, owner_ranks=(0, 1), summed_axes=("tp",))
@@ -121,12 +121,12 @@ def test_an_annotation_is_one_plain_attribute_of_which_each_setter_keeps_the_res
 
 
 def test_equal_types_share_one_annotation() -> None:
-    carriers = Carrier(), Carrier()
-    for x in carriers:
+    executors = PlanExecutor(), PlanExecutor()
+    for x in executors:
         set_type(x, "V:dp")
-    first, second = (value for x in carriers for value in vars(x).values())
+    first, second = (value for x in executors for value in vars(x).values())
     assert first is second
-    assert annotation_of(carriers[0]) is annotation_of(carriers[1])
+    assert annotation_of(executors[0]) is annotation_of(executors[1])
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,6 @@ def test_equal_types_share_one_annotation() -> None:
     ],
 )
 def test_an_owner_may_reduce_over_no_axes(fields: dict[str, object], has_owner: bool) -> None:
-    x = Carrier()
+    x = PlanExecutor()
     change_annotation(x, **fields)
     assert annotation_of(x).has_owner is has_owner

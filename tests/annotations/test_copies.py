@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from tests.typed_contexts.typed_cases import in_mesh
+from tests.typed_mode.typed_cases import in_mesh
 
 SHARD = "float32[4@tp, 6]"
 VARYING = "float32[4, 6]{V:tp}"

@@ -22,7 +22,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap import init_methods
-from meshdist.bootstrap.generations import Rendezvous
+from meshdist.bootstrap.rendezvous_rounds import Rendezvous
 from meshdist.bootstrap.world import get_world
 from tests.few_files import room_for
 from tests.pool import Pool
@@ -33,7 +33,7 @@ SHORT = timedelta(seconds=0.3)
 
 
 def meet(init_method: str | None = None, **given: Any) -> Rendezvous:
-    return init_methods.meet(init_methods.Terms(init_method, **given))
+    return init_methods.meet(init_methods.InitArguments(init_method, **given))
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_one_rank_of_two_jobs_in_one_file_raises_in_both(pool: Pool, tmp_path: P
 
     for text in pool.call(program, 2):
         assert text.startswith("rank 0 was claimed by two processes\n"), text
-        assert "fix:      give each process its own rank; or, if a job that has crashed" in text
+        assert "fix:      pass a different rank in each process; or, if a crashed job" in text
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_one_rank_of_two_jobs_in_one_file_raises_in_both(pool: Pool, tmp_path: P
         ("junk", "it is damaged"),
         ("folder", "Is a directory"),
         ("absent folder", "No such file or directory"),
-        ("pipe", "it is no regular file"),
+        ("pipe", "it is not a regular file"),
         ("read-only folder", "Permission denied|Read-only file system|No such file"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_path_that_cannot_hold_a_store_is_explained(
     with pytest.raises(md.RendezvousError) as caught:
         meet(f"file://{path}", rank=0, world_size=1)
     summary, where, *_, fix = str(caught.value).splitlines()
-    assert re.search(f"the file of the store cannot be used: .*({reason})", summary), summary
+    assert re.search(f"cannot use the store's file: .*({reason})", summary), summary
     assert str(path) in where
     assert fix == "  fix:      pass another path, or remove the file if no other job uses it"
 
@@ -302,9 +302,9 @@ def test_the_rendezvous_of_a_file_does_not_wait_for_other_ranks(tmp_path: Path) 
     ("url", "size", "text"),
     [
         ("file://meeting", 2, "file:// needs an absolute path"),
-        ("file:///{}/meeting", -1, "file:// needs the size of the world"),
-        ("file:///{}/absent/meeting", 2, "the file of the store cannot be used"),
-        ("file:///{}/meeting?rank=0", 2, "rank stands in the URL and in the call"),
+        ("file:///{}/meeting", -1, "file:// needs world_size"),
+        ("file:///{}/absent/meeting", 2, "cannot use the store's file"),
+        ("file:///{}/meeting?rank=0", 2, "rank is given both in the URL and in the call"),
     ],
 )
 def test_a_wrong_rendezvous_of_a_file(tmp_path: Path, url: str, size: int, text: str) -> None:
@@ -327,7 +327,7 @@ def test_the_rendezvous_function_hands_its_arguments_to_an_own_scheme() -> None:
 
 def test_an_unknown_scheme() -> None:
     with pytest.raises(
-        md.RendezvousError, match="no way to meet is known for nowhere://"
+        md.RendezvousError, match="no rendezvous handler is registered for nowhere://"
     ) as caught:
         meet("nowhere://x", rank=0, world_size=1)
     assert "or call register_rendezvous_handler before init_process_group" in str(caught.value)
@@ -337,9 +337,9 @@ def test_a_path_without_a_scheme() -> None:
     with pytest.raises(md.RendezvousError) as caught:
         md.init_process_group(init_method="/tmp/meet", rank=0, world_size=1)
     assert str(caught.value) == (
-        "no way to meet is known for an init_method without a scheme\n"
+        "init_method has no scheme\n"
         "  where:    init_method='/tmp/meet'\n"
-        "  expected: env://, tcp://host:port, file:///path, or a scheme of your own\n"
+        "  expected: env://, tcp://host:port, file:///path, or the scheme of a registered handler\n"
         "  fix:      pass init_method='file:///tmp/meet'"
     )
 
@@ -366,9 +366,10 @@ def test_a_world_of_torch_s_fake_backend_raises_an_error_that_names_it(pool: Poo
     for text in pool.call(program, 1)[0]:
         *lines, found, fix = text.splitlines()
         assert lines == [
-            "a world of torch's fake backend has no other ranks to join",
+            "cannot reuse the process group of torch.distributed: its backend 'fake' has no "
+            "other ranks",
             "  where:    rank 1 of 4",
-            "  expected: a world of torch.distributed with a process for each rank",
+            "  expected: a torch.distributed process group with one process per rank",
         ]
         assert found.startswith("  found:    backend 'cpu:fake")
         assert fix == (
@@ -399,7 +400,7 @@ def test_a_world_of_torch_is_adopted(pool: Pool, tmp_path: Path) -> None:
         dist.destroy_process_group()
         return *answer, text
 
-    text = "torch.distributed has a world already, with world_size 2, not 3"
+    text = "torch.distributed is already initialized with world_size 2, not 3"
     first, second = pool.call(program, 2)
     assert first[0], second[0] == (1, 0)
     for found in (first, second):
@@ -420,7 +421,7 @@ def test_the_rendezvous_function(pool: Pool, port: int) -> None:
             return mine, size, value, error.summary
         raise AssertionError("a second world")
 
-    text = "a rendezvous gives one world"
+    text = "this rendezvous has already returned its store"
     assert pool.call(program, 2) == [(0, 2, b"here", text), (1, 2, b"here", text)]
 
 
@@ -430,10 +431,18 @@ def test_the_rendezvous_function(pool: Pool, port: int) -> None:
 @pytest.mark.parametrize(
     ("url", "given", "text"),
     [
-        ("tcp://127.0.0.1:1?rank=0", {"rank": 0, "world_size": 1}, "rank stands in the URL and in"),
-        ("tcp://h:1?world_size=2", {"rank": 0, "world_size": 2}, "world_size stands in the URL"),
-        ("tcp://h:1?rank=x", {"world_size": 2}, "rank='x' in the URL is no whole number"),
-        ("tcp://127.0.0.1:1", {"rank": 0}, "tcp:// needs the size of the world"),
+        (
+            "tcp://127.0.0.1:1?rank=0",
+            {"rank": 0, "world_size": 1},
+            "rank is given both in the URL and in",
+        ),
+        (
+            "tcp://h:1?world_size=2",
+            {"rank": 0, "world_size": 2},
+            "world_size is given both in the URL",
+        ),
+        ("tcp://h:1?rank=x", {"world_size": 2}, "rank='x' in the URL is not an integer"),
+        ("tcp://127.0.0.1:1", {"rank": 0}, "tcp:// needs world_size"),
         ("tcp://127.0.0.1:1", {"rank": 2, "world_size": 2}, "rank 2 does not exist in a world of"),
         ("tcp://127.0.0.1:1", {"rank": -2, "world_size": 2}, "rank is -2"),
         ("env://", {"world_size": -4}, "world_size is -4"),
@@ -443,8 +452,8 @@ def test_the_rendezvous_function(pool: Pool, port: int) -> None:
         ("tcp://239.1.2.3:5", {"world_size": 2}, "239.1.2.3 is a multicast address"),
         ("file://", {"rank": 0, "world_size": 1}, "file:// needs an absolute path"),
         ("file://x/y", {"rank": 0, "world_size": 1}, "file:// needs an absolute path"),
-        ("file:///tmp/x", {"rank": 0}, "file:// needs the size of the world"),
-        ("tcp://h:1?rank=²", {"world_size": 2}, "rank='²' in the URL is no whole number"),
+        ("file:///tmp/x", {"rank": 0}, "file:// needs world_size"),
+        ("tcp://h:1?rank=²", {"world_size": 2}, "rank='²' in the URL is not an integer"),
         ("tcp://127.0.0.1:1", {"rank": 0, "world_size": 10**15}, "a world of 1000000000000000 ran"),
     ],
 )
@@ -457,14 +466,14 @@ def test_bad_urls(url: str, given: Mapping[str, int], text: str) -> None:
 def test_a_multicast_address_is_told_what_replaced_it() -> None:
     with pytest.raises(md.ArgumentError) as caught:
         meet("tcp://224.66.41.62:23456", world_size=4)
-    assert "which the old torch.distributed used to find ranks" in str(caught.value)
-    assert "fix:      tcp://HOST_OF_RANK_0:PORT with world_size=...; ranks may still be left" in (
+    assert "which only old torch.distributed supports" in str(caught.value)
+    assert "fix:      pass tcp://HOST_OF_RANK_0:PORT and world_size=...; without rank=" in (
         str(caught.value)
     )
 
 
 def test_store_and_init_method_exclude_each_other() -> None:
-    with pytest.raises(md.ArgumentError, match="init_method and store exclude each other"):
+    with pytest.raises(md.ArgumentError, match="init_method and store cannot be combined"):
         meet("env://", store=md.HashStore(), rank=0, world_size=1)
 
 
@@ -472,12 +481,12 @@ def test_store_and_init_method_exclude_each_other() -> None:
     "given", [{}, {"rank": 0}, {"world_size": 1}, {"rank": 1, "world_size": 0}]
 )
 def test_a_store_needs_rank_and_size(given: Mapping[str, int]) -> None:
-    with pytest.raises(md.ArgumentError, match="a store does not tell rank and world_size"):
+    with pytest.raises(md.ArgumentError, match="store= needs rank and world_size"):
         meet(store=md.HashStore(), **given)
 
 
 def test_kinds_of_arguments() -> None:
-    with pytest.raises(md.KindError, match="rank must be a whole number"):
+    with pytest.raises(md.KindError, match="rank must be an integer"):
         meet(rank="0")
     with pytest.raises(md.KindError, match="timeout must be a"):
         next(md.rendezvous("tcp://127.0.0.1:1", 0, 1, timeout=5))
@@ -489,7 +498,7 @@ def test_kinds_of_arguments() -> None:
 
 def test_missing_ranks_at_a_tcp_address(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
-    with pytest.raises(md.RendezvousError, match="rank 0 has not joined: nobody listens on"):
+    with pytest.raises(md.RendezvousError, match="cannot reach rank 0: no process listens on"):
         meet(url, rank=1, world_size=4, timeout=SHORT)
     with pytest.raises(md.RendezvousError, match=r"ranks 1-3 have not joined the world of 4"):
         meet(url, rank=0, world_size=4, timeout=SHORT)
@@ -509,13 +518,13 @@ def test_too_few_files_are_told_before_anything_is_opened(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
     with room_for(8), pytest.raises(md.RendezvousError) as caught:
         meet(url, rank=1, world_size=2)
-    assert "can open too few files and sockets to join a world" in str(caught.value)
+    assert "cannot open enough files and sockets to join a world" in str(caught.value)
     found = r"found:    \d+ more files can be opened of about 16 needed; the limit is "
     assert re.search(found, str(caught.value))  # this process may close some at the same time
     assert "fix:      raise the hard limit before the program starts: ulimit -n 65536, as root" in (
         str(caught.value)
     )
-    with room_for(24), pytest.raises(md.RendezvousError, match="to serve the store of 2 ranks"):
+    with room_for(24), pytest.raises(md.RendezvousError, match="to host the store of 2 ranks"):
         meet(url, rank=0, world_size=2)
 
 
@@ -673,16 +682,16 @@ def test_torchrun_and_its_restarts(tmp_path: Path) -> None:
     begin = """
         import os, sys
         import meshdist as md
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        if os.environ["RANK"] == "1" and attempt == 0:
+        rendezvous_round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["RANK"] == "1" and rendezvous_round == 0:
             os._exit(3)
         assert md.is_torchelastic_launched()
-        if attempt == 1:
+        if rendezvous_round == 1:
             md.init_process_group("gloo")
             if md.get_rank() == 1:
                 os._exit(4)
             md.barrier()
-    """
+"""
     code = textwrap.dedent(begin) + textwrap.dedent(PROGRAM)
     done = run_torchrun(tmp_path, code, "--standalone", "--max-restarts", "2")
     assert done.returncode == 0, done.stderr

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import meshdist as md
-from meshdist.bootstrap.bounded_store import BoundedStore, await_key, find_value, read_number
 from meshdist.bootstrap.stores import NamedPrefixStore
+from meshdist.bootstrap.timeout_store import TimeoutStore, await_key, find_value, read_number
 from tests.inner import Deadline
 
 LONG = timedelta(seconds=30)
@@ -26,7 +26,7 @@ def client_of(server: TCPStore) -> TCPStore:
     return TCPStore("127.0.0.1", server.port, is_master=False)
 
 
-def counted(store: Any) -> tuple[BoundedStore, list[str]]:
+def counted(store: Any) -> tuple[TimeoutStore, list[str]]:
     """A handle, and the names of the requests that it makes besides waits."""
     asked: list[str] = []
 
@@ -36,7 +36,7 @@ def counted(store: Any) -> tuple[BoundedStore, list[str]]:
             return bool(super().check(keys))
 
     raw = Counted("127.0.0.1", store.port, is_master=False)
-    return BoundedStore(raw, LONG), asked
+    return TimeoutStore(raw, LONG), asked
 
 
 def test_a_wait_ends_when_the_key_is_set_and_asks_only_once() -> None:
@@ -60,7 +60,7 @@ def test_a_wait_ends_when_the_key_is_set_and_asks_only_once() -> None:
 
 def test_a_wait_that_is_given_up_reports_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     server = serve()
-    handle = BoundedStore(client_of(server), LONG)
+    handle = TimeoutStore(client_of(server), LONG)
     assert not await_key(handle, "key", Deadline(0.3))
     with pytest.raises(md.StoreError, match="wait timeout"):
         handle.wait(["key"], timedelta(seconds=0.1))
@@ -70,7 +70,7 @@ def test_a_wait_that_is_given_up_reports_nothing(capfd: pytest.CaptureFixture[st
 
 def test_what_looks_meanwhile_may_raise() -> None:
     server = serve()
-    handle = BoundedStore(client_of(server), LONG)
+    handle = TimeoutStore(client_of(server), LONG)
 
     def look() -> None:
         raise md.CollectiveTimeoutError("enough")  # an OSError, too
@@ -83,7 +83,7 @@ def test_what_looks_meanwhile_may_raise() -> None:
 def test_a_key_that_is_set_already_is_found_after_the_deadline() -> None:
     server = serve()
     for raw in (client_of(server), HashStore()):
-        handle = BoundedStore(raw, LONG)
+        handle = TimeoutStore(raw, LONG)
         handle.set("key", "")
         assert await_key(handle, "key", Deadline(0))
         handle.close()
@@ -91,7 +91,7 @@ def test_a_key_that_is_set_already_is_found_after_the_deadline() -> None:
 
 def test_two_threads_wait_at_once_and_others_go_on() -> None:
     server = serve()
-    handle = BoundedStore(client_of(server), LONG)
+    handle = TimeoutStore(client_of(server), LONG)
     found: list[bool] = []
     threads = [
         threading.Thread(target=lambda key=key: found.append(await_key(handle, key, Deadline(30))))
@@ -111,7 +111,7 @@ def test_two_threads_wait_at_once_and_others_go_on() -> None:
 def test_waits_know_a_named_prefix_and_look_below_others() -> None:
     server = serve()
     for prefix in (NamedPrefixStore, PrefixStore):
-        handle = BoundedStore(prefix("attempt 0", client_of(server)), LONG)
+        handle = TimeoutStore(prefix("attempt 0", client_of(server)), LONG)
         alarm = handle.alarm
         assert not await_key(handle, prefix.__name__, Deadline(0.1))
         server.set(f"attempt 0/{prefix.__name__}", "")
@@ -125,7 +125,7 @@ def test_a_server_that_answers_otherwise_is_looked_at_instead(
     answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
-    handle = BoundedStore(client_of(server), LONG)
+    handle = TimeoutStore(client_of(server), LONG)
     alarm = handle.alarm
     assert alarm is not None
     connection, alarm.connection = socket.socketpair()
@@ -136,12 +136,12 @@ def test_a_server_that_answers_otherwise_is_looked_at_instead(
         connection.close()
         server.set("key", "")
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise ConnectionRefusedError
 
     thread = threading.Thread(target=reply)
     thread.start()
-    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "create_connection", reject)
     assert await_key(handle, "key", Deadline(30))
     thread.join(30)
     assert alarm.is_lost
@@ -151,21 +151,21 @@ def test_a_server_that_answers_otherwise_is_looked_at_instead(
 
 def test_values_and_numbers_are_read_by_one_request_and_nothing_is_written() -> None:
     server = serve()
-    handle = BoundedStore(client_of(server), LONG)
+    handle = TimeoutStore(client_of(server), LONG)
     assert find_value(handle, "key") is None
     assert read_number(handle, "key") == 0
     assert not handle.check(["key"])
     handle.set("key", "7")
     assert (find_value(handle, "key"), read_number(handle, "key")) == (b"7", 7)
     handle.set("key", "seven")
-    with pytest.raises(md.StoreError, match="what no rank of this job has written"):
+    with pytest.raises(md.StoreError, match="that no rank of this job wrote"):
         read_number(handle, "key")
     handle.close()
 
 
 def test_an_exception_in_the_middle_of_a_request_spoils_no_later_wait() -> None:
     server = serve()
-    handle = BoundedStore(client_of(server), LONG)
+    handle = TimeoutStore(client_of(server), LONG)
     alarm = handle.alarm
     assert alarm is not None
     sent = alarm.connection
@@ -194,7 +194,7 @@ def test_an_exception_in_the_middle_of_a_request_spoils_no_later_wait() -> None:
 
 
 def test_a_key_that_the_server_takes_for_junk_does_not_end_the_watch() -> None:
-    handle = BoundedStore(client_of(server := serve()), LONG)
+    handle = TimeoutStore(client_of(server := serve()), LONG)
     with pytest.raises(md.StoreError, match="has closed this process's connection"):
         await_key(handle, "x" * 9000, Deadline(5))
     server.set("key", "value")

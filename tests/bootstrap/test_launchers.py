@@ -11,8 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap.engines import find_engine
-from meshdist.bootstrap.environments import Surroundings, find_place, read_surroundings
+from meshdist.bootstrap.launch_environment import (
+    LaunchEnvironment,
+    find_place,
+    read_launch_environment,
+)
+from meshdist.bootstrap.schedulers import find_scheduler
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -41,7 +45,7 @@ BATCH = {
 }
 
 
-def place_of(found: Surroundings) -> tuple[str, int, int, int | None]:
+def place_of(found: LaunchEnvironment) -> tuple[str, int, int, int | None]:
     return found.launcher, found.rank, found.size, found.local_rank
 
 
@@ -64,7 +68,7 @@ def refusal_of_rank() -> str:
 
 def error_of(environment: Mapping[str, str]) -> str:
     with pytest.raises(md.RendezvousError) as caught:
-        read_surroundings(environment)
+        read_launch_environment(environment)
     return str(caught.value)
 
 
@@ -82,9 +86,9 @@ def test_open_mpi() -> None:
         "OMPI_UNIVERSE_SIZE": "4",
         "PMIX_RANK": "3",
     }
-    assert place_of(read_surroundings(told)) == ("Open MPI", 3, 4, 1)
+    assert place_of(read_launch_environment(told)) == ("Open MPI", 3, 4, 1)
     # A size that a script exports for others does not hide mpiexec.
-    assert place_of(read_surroundings({**told, "WORLD_SIZE": "4"})) == ("Open MPI", 3, 4, 1)
+    assert place_of(read_launch_environment({**told, "WORLD_SIZE": "4"})) == ("Open MPI", 3, 4, 1)
 
 
 def test_mpich() -> None:
@@ -93,7 +97,7 @@ def test_mpich() -> None:
     Seen with the mpich 5 of PyPI.
     """
     told = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALNRANKS": "2"}
-    found = read_surroundings({**told, "MPI_LOCALRANKID": "1"})
+    found = read_launch_environment({**told, "MPI_LOCALRANKID": "1"})
     assert place_of(found) == ("Hydra", 1, 2, 1)
     assert found.is_one_host
 
@@ -102,7 +106,7 @@ def test_mvapich() -> None:
     """https://mvapich.cse.ohio-state.edu/static/media/mvapich/mvapich2-userguide.html."""
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     told = dict(zip((f"MV2_COMM_WORLD_{name}" for name in names), "2402", strict=True))
-    assert place_of(read_surroundings(told)) == ("MVAPICH", 2, 4, 0)
+    assert place_of(read_launch_environment(told)) == ("MVAPICH", 2, 4, 0)
 
 
 def test_flux() -> None:
@@ -119,15 +123,15 @@ def test_flux() -> None:
         "PMI_SIZE": "4",
         "PMI_SPAWNED": "0",
     }
-    found = read_surroundings(told)
+    found = read_launch_environment(told)
     assert place_of(found) == ("Flux", 1, 4, 1)
     assert (found.is_one_host, found.address, found.job) == (True, None, "\u0192uqhSDB9")
     # On several hosts the user says where rank 0 is.
     there = {"FLUX_JOB_NNODES": "2", "MASTER_ADDR": "tioga7", "MASTER_PORT": "29500"}
-    found = read_surroundings({**told, **there})
+    found = read_launch_environment({**told, **there})
     assert (found.is_one_host, found.address, found.port) == (False, "tioga7", 29500)
     # mpiexec in a task of Flux: the task is mpiexec's.
-    assert place_of(read_surroundings({**told, "PMI_SIZE": "8"}))[:3] == ("Hydra", 1, 8)
+    assert place_of(read_launch_environment({**told, "PMI_SIZE": "8"}))[:3] == ("Hydra", 1, 8)
 
 
 def test_jsrun() -> None:
@@ -141,10 +145,10 @@ def test_jsrun() -> None:
         "PMIX_RANK": "5",
         "PMIX_NAMESPACE": "1",
     }
-    assert place_of(read_surroundings(told)) == ("jsrun", 5, 8, 1)
+    assert place_of(read_launch_environment(told)) == ("jsrun", 5, 8, 1)
     spectrum = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
-    assert place_of(read_surroundings({**told, **spectrum})) == ("jsrun", 5, 8, 1)
-    found = read_surroundings({**told, **spectrum}, is_mpi_asked=True)
+    assert place_of(read_launch_environment({**told, **spectrum})) == ("jsrun", 5, 8, 1)
+    found = read_launch_environment({**told, **spectrum}, is_mpi_asked=True)
     assert (found.rank, found.size) == (5, 8)
 
 
@@ -155,15 +159,15 @@ def test_pmix_alone_tells_no_size() -> None:
     assert "WORLD_SIZE is missing" in text
     assert "started by PMIx" in text
     assert "set WORLD_SIZE to the number of ranks: PMIx tells a process its rank alone" in text
-    found = read_surroundings({**told, "WORLD_SIZE": "4"})
+    found = read_launch_environment({**told, "WORLD_SIZE": "4"})
     assert place_of(found) == ("PMIx", 1, 4, None)
-    assert read_surroundings({**told, "WORLD_SIZE": "4"}, is_mpi_asked=True).rank == 1
+    assert read_launch_environment({**told, "WORLD_SIZE": "4"}, is_mpi_asked=True).rank == 1
 
 
 def test_srun_tells_the_step_s_size() -> None:
     """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES."""
     told = {**STEP, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}
-    found = read_surroundings(told)
+    found = read_launch_environment(told)
     assert place_of(found) == ("Slurm", 3, 4, 1)
     assert (found.address, found.is_one_host) == ("gnode10", False)
 
@@ -171,7 +175,7 @@ def test_srun_tells_the_step_s_size() -> None:
 def test_srun_with_ntasks_per_node_alone() -> None:
     """https://slurm.schedmd.com/srun.html#OPT_ntasks-per-node: a number of tasks for each host."""
     told = {**STEP, "SLURM_NTASKS_PER_NODE": "2"}
-    assert place_of(read_surroundings(told)) == ("Slurm", 3, 4, 1)
+    assert place_of(read_launch_environment(told)) == ("Slurm", 3, 4, 1)
     assert find_place(told) == (3, 4)
     text = error_of({name: told[name] for name in told if name != "SLURM_NTASKS_PER_NODE"})
     assert "SLURM_NTASKS is missing" in text
@@ -181,7 +185,7 @@ def test_srun_with_ntasks_per_node_alone() -> None:
 def test_srun_that_starts_mpi_s_ranks() -> None:
     """https://slurm.schedmd.com/mpi_guide.html: --mpi=pmix tells ranks by PMIx, too."""
     told = {**STEP, "SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "3"}
-    assert place_of(read_surroundings(told)) == ("Slurm", 3, 4, 1)
+    assert place_of(read_launch_environment(told)) == ("Slurm", 3, 4, 1)
 
 
 def test_kubeflow_under_plain_python() -> None:
@@ -193,7 +197,7 @@ def test_kubeflow_under_plain_python() -> None:
         "PET_MASTER_ADDR": "train-node-0-0.train",
         "PET_MASTER_PORT": "29500",
     }
-    found = read_surroundings(told)
+    found = read_launch_environment(told)
     assert place_of(found) == ("Kubeflow", 1, 2, None)
     assert (found.address, found.port) == ("train-node-0-0.train", 29500)
     for several in ("8", "auto"):
@@ -214,7 +218,7 @@ def test_a_child_of_lightning() -> None:
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
     }
-    found = read_surroundings(told)
+    found = read_launch_environment(told)
     assert place_of(found) == ("Lightning", 1, 2, 1)
     assert (found.address, found.port) == ("127.0.0.1", 41233)
     second_host = {**told, "NODE_RANK": "1", "WORLD_SIZE": "4"}
@@ -222,8 +226,8 @@ def test_a_child_of_lightning() -> None:
     assert "LOCAL_WORLD_SIZE is missing" in text
     assert "started by Lightning" in text
     assert "set LOCAL_WORLD_SIZE to the number of processes on each host, or RANK" in text
-    assert read_surroundings({**second_host, "LOCAL_WORLD_SIZE": "2"}).rank == 3
-    assert place_of(read_surroundings({**second_host, "RANK": "3"})) == ("env", 3, 4, 1)
+    assert read_launch_environment({**second_host, "LOCAL_WORLD_SIZE": "2"}).rank == 3
+    assert place_of(read_launch_environment({**second_host, "RANK": "3"})) == ("env", 3, 4, 1)
 
 
 # -- no rank ------------------------------------------------------------------------------------
@@ -239,11 +243,14 @@ def test_a_batch_shell_is_no_rank(step: str | None, monkeypatch: pytest.MonkeyPa
     assert find_place(told) is None
     text = error_of(told)
     assert "RANK, WORLD_SIZE, MASTER_PORT are missing" in text
-    assert "SLURM_PROCID=0 without a step of srun: a batch shell, or a process that has" in text
+    assert (
+        "SLURM_PROCID=0 without an srun step: a batch shell, or a process with its variables"
+        in text
+    )
     assert "srun -n 4 python" in text
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert "without a step of srun" in refusal_of_rank()
+    assert "without an srun step" in refusal_of_rank()
 
 
 ENGINES = {
@@ -274,17 +281,17 @@ def make_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fix_fits_an_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_engine(name, monkeypatch)
     fix = (
-        "init_process_group(store=store, rank=rank, world_size=size); the program that does so "
-        f"stands in docs/engines.md under {name!r}"
+        "init_process_group(store=store, rank=rank, world_size=size); docs/engines.md has a "
+        f"complete program under {name!r}"
     )
     text = " ".join(refusal_of_rank().split())
-    assert f"a worker of {name}, which tells it no rank" in text
+    assert f"a worker of {name}, which does not assign ranks" in text
     assert fix in text
     assert "meshdist run" not in text
-    with pytest.raises(md.RendezvousError) as refused:
+    with pytest.raises(md.RendezvousError) as rejected:
         md.init_process_group()
-    text = " ".join(str(refused.value).split())
-    assert "a worker of an engine has no rank of its own: RANK, WORLD_SIZE, MASTER_PORT" in text
+    text = " ".join(str(rejected.value).split())
+    assert f"{name} does not assign ranks to its workers: RANK, WORLD_SIZE, MASTER_PORT" in text
     assert f"a worker of {name}, init_method env://" in text
     assert fix in text
 
@@ -302,4 +309,4 @@ def test_a_service_s_own_place_is_not_its_workers(
 
 
 def test_a_program_of_no_engine() -> None:
-    assert find_engine({}) is None
+    assert find_scheduler({}) is None

@@ -15,7 +15,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap import mpi_library
-from meshdist.bootstrap.environments import Surroundings
+from meshdist.bootstrap.launch_environment import LaunchEnvironment
 from meshdist.bootstrap.mpi_library import directory_of_mpiexec
 from tests.inner import Deadline, wait_until
 
@@ -28,8 +28,8 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def ranks(size: int) -> list[Surroundings]:
-    return [Surroundings("Hydra", rank, size, is_one_host=True) for rank in range(size)]
+def ranks(size: int) -> list[LaunchEnvironment]:
+    return [LaunchEnvironment("Hydra", rank, size, is_one_host=True) for rank in range(size)]
 
 
 def test_the_ranks_of_one_mpiexec_meet_in_one_private_directory(tmp_path: Path) -> None:
@@ -65,20 +65,22 @@ def test_ranks_without_a_launching_process_start_no_remover(
     assert directory_of_mpiexec(first) == directory_of_mpiexec(second)
 
 
-def test_a_directory_that_others_may_enter_is_refused() -> None:
+def test_a_directory_that_others_may_enter_is_rejected() -> None:
     folder = Path(directory_of_mpiexec(ranks(2)[0]))
     folder.chmod(0o755)
-    with pytest.raises(md.RendezvousError, match="is not this user's own directory") as caught:
+    with pytest.raises(
+        md.RendezvousError, match="is not a private directory of this user"
+    ) as caught:
         directory_of_mpiexec(ranks(2)[1])
     assert "mode 0755" in str(caught.value)
 
 
-def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
+def test_a_link_in_its_place_is_rejected(tmp_path: Path) -> None:
     folder = Path(directory_of_mpiexec(ranks(2)[0]))
     elsewhere = tmp_path / "elsewhere"
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
-    with pytest.raises(md.RendezvousError, match="is not this user's own directory"):
+    with pytest.raises(md.RendezvousError, match="is not a private directory of this user"):
         directory_of_mpiexec(ranks(2)[1])
 
 
@@ -157,9 +159,10 @@ def test_across_hosts_without_mpi4py_is_an_error(tmp_path: Path) -> None:
     done = run_under_mpiexec(PROGRAM, tmp_path, is_one_host=False, has_mpi4py=False)
     assert done.returncode != 0
     assert (
-        "the ranks of this job may run on several hosts, and mpi4py cannot be used" in done.stderr
+        "cannot find rank 0: the ranks may run on several hosts, and mpi4py is not usable"
+        in done.stderr
     )
-    assert "mpi4py finds no MPI library that loads: blocked by a test" in done.stderr
+    assert "mpi4py cannot load an MPI library: blocked by a test" in done.stderr
     assert "; or set MASTER_ADDR and MASTER_PORT for all ranks" in done.stderr
 
 
@@ -189,8 +192,8 @@ def test_a_forked_child_may_leave_by_exit(tmp_path: Path, backend: str) -> None:
     program = (
         "import os, sys, torch, meshdist as md\n"
         f"md.init_process_group({backend!r})\n"
-        "wire = {0: md.AxisOptions(backend='mpi')}\n"
-        "mesh = md.init_device_mesh('cpu', (2,), axis_options=wire)\n"
+        "backend = {0: md.AxisOptions(backend='mpi')}\n"
+        "mesh = md.init_device_mesh('cpu', (2,), axis_options=backend)\n"
         "md.all_reduce(torch.ones(1), group=mesh)\n"
         "child = os.fork()\n"
         "if child == 0:\n"

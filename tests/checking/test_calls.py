@@ -16,9 +16,9 @@ from torch.distributed import ReduceOp
 
 from meshdist.checking.calls import (
     Call,
+    CallRecord,
     Data,
     GroupFacts,
-    Note,
     calls,
     fingerprint,
     get_call,
@@ -37,13 +37,13 @@ def test_a_group_in_words() -> None:
     assert AXIS.here == "rank 6"
 
 
-def noted(*call: Any, sizes: Any = (), number: int = 0, **more: Any) -> Note:
+def noted(*call: Any, sizes: Any = (), number: int = 0, **more: Any) -> CallRecord:
     """A note of the call with these fields."""
-    return Note(1, AXIS, Call(*call, **more), sizes, number)
+    return CallRecord(1, AXIS, Call(*call, **more), sizes, number)
 
 
-def message(verb: str, peer: int | None, tag: int) -> Note:
-    return noted(verb, X, peer=peer, tag=tag, number=1)
+def message(operation: str, peer: int | None, tag: int) -> CallRecord:
+    return noted(operation, X, peer=peer, tag=tag, number=1)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def message(verb: str, peer: int | None, tag: int) -> Note:
         (noted("reduce", X, ReduceOp.MAX.value, 1), "(2,) float32, MAX, root rank 6"),
         (
             noted("all_to_all", X, sizes=((1, 2), (3, 0)), is_uneven=True),
-            "(2,) float32, sending [1, 2], taking [3, 0] elements",
+            "(2,) float32, sending [1, 2], receiving [3, 0] elements",
         ),
         (
             noted("all_reduce", X, 0, layouts=(((2,), (3,)),)),
@@ -66,21 +66,21 @@ def message(verb: str, peer: int | None, tag: int) -> Note:
         (message("send", 0, 0), "(2,) float32, to rank 4"),
     ],
 )
-def test_arguments_in_words(note: Note, text: str) -> None:
+def test_arguments_in_words(note: CallRecord, text: str) -> None:
     assert note.arguments == text
 
 
 def test_calls_in_words() -> None:
     code = test_calls_in_words.__code__
     where = f"{__file__}:{code.co_firstlineno} in test_calls_in_words"
-    note = Note(3, AXIS, Call("barrier", None), code=code, instruction=-1)
+    note = CallRecord(3, AXIS, Call("barrier", None), code=code, instruction=-1)
     assert note.text == f"barrier() at {where}"
     assert note.heading == f"call 3 on axis 'dp': barrier() at {where}"
     assert note._replace(stack=["a.py:1 in f"]).where == f"{where}\n  called at a.py:1 in f"
     send = note._replace(call=Call("send", X, peer=0, tag=0), number=1)
     assert send.heading == f"send((2,) float32, to rank 4) on axis 'dp' at {where}"
-    assert Note(3, AXIS, Call("barrier", None)).text == "barrier() at an unknown place"
-    part = note._replace(call=Call("barrier", None, title="a plan"))
+    assert CallRecord(3, AXIS, Call("barrier", None)).text == "barrier() at an unknown place"
+    part = note._replace(call=Call("barrier", None, op_name="a plan"))
     assert part.heading == f"call 3 on axis 'dp': barrier() of a plan at {where}"
     assert (part.call.name, note.call.name) == ("barrier of a plan", "barrier")
 
@@ -93,22 +93,22 @@ def test_calls_in_words_without_their_group() -> None:
 
 def test_what_must_be_equal_in_words() -> None:
     note = noted("all_to_all", X)
-    same = "the same verb, dtype, number of elements, op and root"
-    assert likeness(None) == likeness(note) == f"{same} on every member"
-    titled = noted("all_to_all", X, title="a plan")
-    assert likeness(titled) == f"{same} under the same title on every member"
+    same = "the same collective, dtype, number of elements, op and root"
+    assert likeness(None) == likeness(note) == f"{same} on every rank"
+    titled = noted("all_to_all", X, op_name="a plan")
+    assert likeness(titled) == f"{same}, with the same operation name, on every rank"
     assert likeness(titled._replace(sizes=((1,), (1,)))) == (
-        "the same verb and dtype under the same title, and what one member takes as the other "
-        "sends it"
+        "the same collective and dtype, with the same operation name, on every rank, and the same "
+        "sizes on both sides"
     )
 
 
 @pytest.mark.parametrize(
     ("note", "expected"),
     [
-        (message("irecv", None, 7), "any rank to send (2,) float32 to this rank under tag 7"),
-        (message("recv", 1, 0), "rank 6 to send (2,) float32 to this rank under tag 0"),
-        (message("isend", 0, 3), "rank 4 to receive (2,) float32 from this rank under tag 3"),
+        (message("irecv", None, 7), "any rank to send (2,) float32 to this rank with tag 7"),
+        (message("recv", 1, 0), "rank 6 to send (2,) float32 to this rank with tag 0"),
+        (message("isend", 0, 3), "rank 4 to receive (2,) float32 from this rank with tag 3"),
         (
             message("send_object_list", 1, 0),
             "rank 6 in recv_object_list, with this rank as its peer",
@@ -120,7 +120,7 @@ def test_what_must_be_equal_in_words() -> None:
         (noted("all_reduce", X), ""),
     ],
 )
-def test_what_a_call_waits_for(note: Note, expected: str) -> None:
+def test_what_a_call_waits_for(note: CallRecord, expected: str) -> None:
     assert note.waits_for == expected
 
 
@@ -132,8 +132,8 @@ def test_a_list_is_told_from_a_tensor() -> None:
 
 def test_equal_calls_are_one_object_and_cannot_be_changed() -> None:
     x, sum_ = torch.ones(2, 3), ReduceOp.SUM
-    call = get_call("all_reduce", x, sum_, title="a plan")
-    assert call is get_call("all_reduce", x + 1, sum_, title="a plan")
+    call = get_call("all_reduce", x, sum_, op_name="a plan")
+    assert call is get_call("all_reduce", x + 1, sum_, op_name="a plan")
     assert (call.op, call.data, call.root) == (sum_, ((2, 3), torch.float32), None)
     assert call is not get_call("all_reduce", x, sum_) and call != get_call("all_reduce", x, sum_)
     assert get_call("all_reduce_coalesced", [x]) is get_call("all_reduce_coalesced", (x,))
@@ -141,13 +141,13 @@ def test_equal_calls_are_one_object_and_cannot_be_changed() -> None:
     assert send is get_message("send", x, 1, 0) != get_message("send", x, 1, 1)
     assert (send.is_send, get_message("recv", x, 1, 0).is_send) == (True, False)
     with pytest.raises(AttributeError):
-        call.verb = "reduce"  # type: ignore[misc]
+        call.operation = "reduce"  # type: ignore[misc]
 
 
 def test_so_many_calls_are_kept_and_no_more() -> None:
     calls.clear()
     for count in range(5000):
-        get_call(f"verb {count}", None)
+        get_call(f"collective {count}", None)
     assert len(calls) == 5000 - 4096
     calls.clear()
 
@@ -158,7 +158,7 @@ REDUCE = Call("reduce", X, ReduceOp.SUM.value, 0, "a plan")
 @pytest.mark.parametrize(
     "other",
     [
-        {"verb": "all_reduce"},
+        {"operation": "all_reduce"},
         {"data": (torch.Size([3]), torch.float32)},
         {"data": (torch.Size([2]), torch.int32)},
         {"data": None},
@@ -166,8 +166,8 @@ REDUCE = Call("reduce", X, ReduceOp.SUM.value, 0, "a plan")
         {"op_number": None},
         {"root": 1},
         {"root": None},
-        {"title": "another"},
-        {"title": ""},
+        {"op_name": "another"},
+        {"op_name": ""},
         {"layouts": (((2,), (3,)),)},
     ],
     ids=str,

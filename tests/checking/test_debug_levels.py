@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import meshdist as md
-from meshdist.checking.debug_levels import TRACE, verbs_log
+from meshdist.checking.debug_levels import TRACE, operations_log
 
 PACKAGE = logging.getLogger("meshdist")
 
@@ -62,7 +62,7 @@ def test_the_environment_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_value_is_a_value_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", value)
     md.set_debug_level(md.DebugLevel.INFO)
-    with pytest.raises(ValueError, match=f"there is no debug level {value!r}") as caught:
+    with pytest.raises(ValueError, match=f"{value!r} is not a debug level") as caught:
         md.set_debug_level_from_env()
     assert isinstance(caught.value, md.ArgumentError)
     assert caught.value.where == "the environment variable TORCH_DISTRIBUTED_DEBUG"
@@ -89,7 +89,7 @@ def test_the_level_of_the_loggers(cpp: str, level: str, monkeypatch: pytest.Monk
         md.set_debug_level(md.DebugLevel.__members__[level])
         told = logging.getLevelName(logging.getLogger("meshdist.groups").getEffectiveLevel())
         assert told == MATRIX[cpp, level]
-        assert verbs_log.isEnabledFor(TRACE) == (told == "TRACE")
+        assert operations_log.isEnabledFor(TRACE) == (told == "TRACE")
 
 
 def test_it_follows_the_environment_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_it_follows_the_environment_at_run_time(monkeypatch: pytest.MonkeyPatch)
     for level, told in itertools.product(("DETAIL", "OFF"), range(2)):
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
         md.set_debug_level_from_env()
-        assert verbs_log.isEnabledFor(TRACE) == (level == "DETAIL"), told
+        assert operations_log.isEnabledFor(TRACE) == (level == "DETAIL"), told
 
 
 @pytest.mark.parametrize("cpp", [None, "", "CHATTY"])
@@ -114,12 +114,12 @@ def test_otherwise_the_programs_own_configuration_decides(
 PROGRAM = """
 import logging, sys
 import meshdist as md
-from meshdist.checking.debug_levels import TRACE, verbs_log
+from meshdist.checking.debug_levels import TRACE, operations_log
 before = list(logging.getLogger().handlers)
-verbs_log.log(TRACE, "a verb")
+operations_log.log(TRACE, "a collective")
 logging.getLogger("meshdist.groups").info("a group")
 md.set_debug_level(md.DebugLevel.OFF)
-verbs_log.log(TRACE, "another verb")
+operations_log.log(TRACE, "another collective")
 assert logging.getLogger().handlers == before == []
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 logging.getLogger("meshdist.groups").info("told once")
@@ -137,13 +137,13 @@ def test_what_is_told_reaches_stderr_until_the_program_sets_up_handlers() -> Non
     )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "meshdist" in line]
-    assert said == ["TRACE meshdist.verbs: a verb", "INFO meshdist.groups: a group"]
+    assert said == ["TRACE meshdist.collectives: a collective", "INFO meshdist.groups: a group"]
     assert done.stdout == "told once\n"
 
 
 def test_what_is_known_of_levels_is_forgotten_when_one_changes() -> None:
-    assert not verbs_log.isEnabledFor(TRACE)
-    known = vars(verbs_log)["_cache"]  # the native core looks at it
+    assert not operations_log.isEnabledFor(TRACE)
+    known = vars(operations_log)["_cache"]  # the native core looks at it
     assert known[TRACE] is False
     logger = logging.getLogger("meshdist")
     before = logger.level

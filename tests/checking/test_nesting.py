@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshdist.checking import program
-from meshdist.checking.program import check_unnested, is_nested, never_nested, run_unnested
-from meshdist.errors import NestedVerbError
+from meshdist.checking import call_sites
+from meshdist.checking.call_sites import check_unnested, is_nested, never_nested, run_unnested
+from meshdist.errors import NestedCollectiveError
 
 
 def test_one_at_a_time() -> None:
@@ -20,9 +20,9 @@ def test_one_at_a_time() -> None:
 
     assert inner(1) == 2
     assert not is_nested()
-    with pytest.raises(NestedVerbError, match="inner was called inside outer"):
+    with pytest.raises(NestedCollectiveError, match="inner was called inside outer"):
         run_unnested("outer", inner, 1)
-    assert program.under_way == [None]
+    assert call_sites.under_way == [None]
     assert inner.__name__ == "inner"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.checking.program import end_here, enter_program, is_between
+from meshdist.checking.call_sites import end_here, enter_program, is_between
 
 ONE = torch.ones(1)
 
@@ -92,7 +92,7 @@ def own() -> None:
     ("program", "kind", "innermost"),
     [
         (stuck, md.errors.DeadlockError, "all_reduce"),
-        (disagree, md.errors.AgreementError, "all_reduce"),
+        (disagree, md.errors.MismatchError, "all_reduce"),
         (own, ValueError, "own"),
     ],
 )

@@ -39,7 +39,7 @@ def empty_state() -> dict[str, Any]:
 def find_error(path: str | os.PathLike[str], *, verify: bool = False, size: int = 1) -> str | None:
     """Return the text of the error of a load, equal on all ranks; None if all values are right.
 
-    A load that is refused must leave the state as it was.
+    A load that is rejected must leave the state as it was.
     """
 
     def program() -> str | None:

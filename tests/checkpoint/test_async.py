@@ -18,11 +18,11 @@ import torch
 
 import meshdist as md
 from meshdist.checkpoint import files
-from meshdist.errors import AgreementError, CheckpointError
+from meshdist.errors import CheckpointError, MismatchError
 from tests.load import is_within
 from tests.pool import Failure, Pool, places
 
-WIRES = ["shm", "gloo"]
+BACKENDS = ["shm", "gloo"]
 
 
 def mesh_of(size: int) -> md.DeviceMesh:
@@ -113,7 +113,7 @@ def test_what_was_there_is_saved_while_it_changes(
     assert sorted(path.name for path in tmp_path.iterdir()) == list("01234")
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_failure_is_raised_on_every_rank_once(
     pool: Pool, backend: str, rank: int, tmp_path: Path
@@ -149,9 +149,10 @@ def test_a_failure_is_raised_on_every_rank_once(
     assert found[0] == found[1] == found[2]
     failure, *others = found[0]
     assert failure.splitlines() == [
-        "checkpoint.save_async: the disk or the file system failed",
+        "checkpoint.save_async failed because of a disk or file system error",
         f"  where:    rank {rank}, rank.safetensors",
         "  found:    OSError: [Errno 28] No space left on device: 'rank.safetensors'",
+        "  fix:      correct the path, its permissions or the free space, then try again",
     ]
     saved = "nothing"
     assert others == [
@@ -163,7 +164,7 @@ def test_a_failure_is_raised_on_every_rank_once(
     assert {path.name for path in tmp_path.iterdir()} == {"two", "five", "eight", "ten"}
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_to_wait_on_one_rank_alone_is_an_error_that_names_the_save(
     pool: Pool, backend: str, tmp_path: Path
 ) -> None:
@@ -171,12 +172,12 @@ def test_to_wait_on_one_rank_alone_is_an_error_that_names_the_save(
         x = rows_of(mesh_of(3), 1.0)
         pending = md.checkpoint.save_async({"x": x}, f"{root}/one")
         others = partial(md.all_reduce, torch.ones(1))
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             (pending.wait if md.get_rank() == 1 else others)()
         return str(caught.value)
 
     for error in pool.run(program, 3, str(tmp_path), backend=backend):
-        assert error.startswith("the members of a group disagree about their call")
+        assert error.startswith("collective mismatch: ranks made different calls as call")
         assert "rank 1: all_reduce((2,) int64, MAX) of checkpoint.save_async at " in error
         assert "ranks 0, 2: all_reduce((1,) float32, SUM) at " in error
     assert (
@@ -184,7 +185,7 @@ def test_to_wait_on_one_rank_alone_is_an_error_that_names_the_save(
     )  # it is complete all the same
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_end_of_the_world_raises_on_the_rank_that_failed(
     pool: Pool, backend: str, tmp_path: Path
 ) -> None:
@@ -196,7 +197,7 @@ def test_the_end_of_the_world_raises_on_the_rank_that_failed(
 
     first, failed, last = pool.run(program, 3, str(tmp_path), backend=backend)
     assert first == last == "nothing"
-    assert failed.startswith("checkpoint.save_async: the disk or the file system failed")
+    assert failed.startswith("checkpoint.save_async failed because of a disk or file system error")
     md.checkpoint.save({"x": torch.ones(1)}, tmp_path / "two")
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
@@ -248,7 +249,7 @@ def test_a_load_finds_what_is_being_saved(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(program, 3, str(tmp_path), backend="shm") == [[[3.0], 2, [4.0]]] * 3
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_job_killed_before_it_waits_has_saved_what_all_ranks_wrote(
     pool: Pool, backend: str, tmp_path: Path
 ) -> None:
@@ -263,7 +264,7 @@ def test_a_job_killed_before_it_waits_has_saved_what_all_ranks_wrote(
     assert bool((opened.read("x") == 5).all())
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_other_ranks_of_a_killed_rank_raise(pool: Pool, backend: str, tmp_path: Path) -> None:
     def program(root: str) -> str:
         def die(*_args: Any, **_kwargs: Any) -> Any:
@@ -341,7 +342,7 @@ def test_a_program_that_ends_without_waiting(pool: Pool, how: str, tmp_path: Pat
         assert not (root / "one").exists()
     if how == "fails":
         said = ended[2].stderr
-        assert "meshdist: rank 2 could not save its part: checkpoint.save_async: the disk" in said
+        assert "meshdist: rank 2 could not save its part: checkpoint.save_async failed" in said
         assert "No space left on device" in said
 
 
@@ -357,7 +358,9 @@ def test_a_checkpointer_whose_save_has_failed_lets_its_root_go(
                 patched.setattr(files, "write_arrays", fail)
                 if not wait:
                     checkpoints.save(state, 10, wait=False)
-                with pytest.raises(CheckpointError, match="the disk or the file system failed"):
+                with pytest.raises(
+                    CheckpointError, match="failed because of a disk or file system error"
+                ):
                     checkpoints.save(state, 20)
             del checkpoints
             md.checkpoint.Checkpointer(tmp_path).save(state, step)

@@ -82,7 +82,7 @@ def test_a_disk_that_fails_at_any_operation(code: int, is_lasting: bool, tmp_pat
             # A name that the disk may forget is taken back, unless that fails too: all is whole.
             is_there = act.failed == ["fsync", "rename"] and left == ["new"]
             assert is_there or left == []
-            assert "checkpoint.save: the disk or the file system failed" in error
+            assert "checkpoint.save failed because of a disk or file system error" in error
             assert SAYS[code] in error
             texts.add(error.splitlines()[1].split(",")[0])
         assert find_error(root / "next") is None
@@ -115,7 +115,7 @@ def test_a_disk_that_is_full(call: str, mounted: Path) -> None:
     for size in (1, 2, 3):
         error = find_error(mounted / "new", size, 100_000, call)
         assert error is not None
-        assert f"checkpoint.{call}: the disk or the file system failed" in error
+        assert f"checkpoint.{call} failed because of a disk or file system error" in error
         assert "No space left on device" in error
         assert os.listdir(mounted) == ["old"]
     assert md.checkpoint.open(mounted / "old").leaves == {"step": 2}
@@ -127,7 +127,7 @@ def test_a_disk_that_is_read_only(mounted: Path) -> None:
     for size in (1, 3):
         error = find_error(mounted / "new", size)
         assert error is not None
-        assert "checkpoint.save: the disk or the file system failed" in error
+        assert "checkpoint.save failed because of a disk or file system error" in error
         assert "Read-only file system" in error
         assert f"where:    {'rank 0, ' if size > 1 else ''}{mounted}/" in error
 
@@ -155,10 +155,10 @@ def test_a_path_that_is_taken(call: str, size: int, tmp_path: Path) -> None:
     for name, found in (("file", "a file"), ("folder", "a folder"), ("link", "a file")):
         error = find_error(tmp_path / name, size, call=call)
         assert error is not None
-        assert "save writes no checkpoint over another file or folder" in error
-        assert "expected: a path at which nothing is yet" in error
+        assert "cannot save a checkpoint because the path exists" in error
+        assert "expected: a path that does not exist" in error
         assert f"found:    {found}\n" in error
-        assert "as md.checkpoint.Checkpointer does" in error
+        assert "or use md.checkpoint.Checkpointer, which does" in error
     assert "Not a directory" in str(find_error(tmp_path / "file" / "below", size, call=call))
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"]
     assert (tmp_path / "file").read_text() == "mine"
@@ -177,9 +177,9 @@ def test_a_folder_that_a_rank_does_not_see(
     monkeypatch.setattr(os.path, "isdir", sees)
     error = find_error(tmp_path / "new", size)
     assert error is not None
-    assert "this rank does not see the folder that the first rank has made" in error
+    assert "this rank cannot see the folder that the first rank created" in error
     assert f"where:    rank {size - 1}, {tmp_path}/.new." in error
-    assert "expected: a file system that all ranks share" in error
+    assert "expected: a file system shared by all ranks" in error
     assert "fix:      save to a shared file system" in error
     assert os.listdir(tmp_path) == []
 
@@ -271,6 +271,6 @@ def test_a_disk_that_fails_during_a_load(tmp_path: Path, monkeypatch: pytest.Mon
     assert None in outcomes
     assert len(texts) > 1
     for text in texts:
-        assert "checkpoint.load: a file could not be read; the state is undefined now" in text
+        assert "checkpoint.load: cannot read a file; the values of the state are undefined" in text
         assert "Input/output error" in text
-        assert "load again, or another checkpoint, before the state is used" in text
+        assert "load again, or load another checkpoint, before you use the state" in text

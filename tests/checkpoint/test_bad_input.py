@@ -30,7 +30,7 @@ def errors(program: Callable[[md.DeviceMesh], None], size: int) -> tuple[str, st
         with pytest.raises(md.MeshdistError) as caught:
             program(mesh)
         kind, text = type(caught.value).__name__, str(caught.value)
-        if kind == "AgreementError":  # which says on which rank it stands
+        if kind == "MismatchError":  # which says on which rank it stands
             text = text.replace(f"\n  where:    rank {md.get_rank()}\n", "\n")
         return kind, text
 
@@ -59,22 +59,32 @@ EVERYWHERE: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "complex128": (
         lambda _: {"a": torch.ones(2, dtype=torch.complex128)},
         "DtypeError",
-        ("files of safetensors lack complex128", "bfloat16", "fix:      torch.view_as_real(x)"),
+        (
+            "safetensors files do not support complex128",
+            "bfloat16",
+            "fix:      pass torch.view_as_real(x)",
+        ),
     ),
     "complex128 of NumPy": (
         lambda _: {"a": np.ones(2, dtype=np.complex128)},
         "DtypeError",
-        ("files of safetensors lack complex128",),
+        ("safetensors files do not support complex128",),
     ),
     "a dtype of few": (
         lambda _: {"a": torch.zeros(2).to(torch.float8_e8m0fnu)},
         "DtypeError",
-        ("files of safetensors lack float8_e8m0fnu", "fix:      convert it first"),
+        (
+            "safetensors files do not support float8_e8m0fnu",
+            "fix:      convert it first, for example x.to(torch.float32)",
+        ),
     ),
     "meta": (
         lambda _: {"a": torch.ones(2, device="meta")},
         "KindError",
-        ("a lies on the meta device, and has no values", "model.to_empty(device=...) first"),
+        (
+            "a has no values because it is on the meta device",
+            "call model.to_empty(device=...) first",
+        ),
     ),
     "sparse": (
         lambda _: {"a": torch.eye(2).to_sparse()},
@@ -84,7 +94,7 @@ EVERYWHERE: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "the other byte order": (
         lambda _: {"a": np.ones(2, dtype=">f4")},
         "DtypeError",
-        ("its bytes are in the other order (>f4)",),
+        ("it has the wrong byte order (>f4)",),
     ),
     "objects": (
         lambda _: {"a": np.array([object()])},
@@ -94,51 +104,59 @@ EVERYWHERE: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "a list of tensors": (
         lambda _: {"b": {"a": [torch.ones(2)]}},
         "KindError",
-        ("cannot take a leaf of the state", "b.a", "'[tensor([1., 1.])]', a list", "in dicts"),
+        ("does not support a leaf of the state", "b.a", "'[tensor([1., 1.])]', a list", "in dicts"),
     ),
-    "bytes": (lambda _: {"a": b"12"}, "KindError", ("cannot take a leaf", "a bytes")),
-    "a set": (lambda _: {"a": {1}}, "KindError", ("cannot take a leaf", "'{1}', a set")),
+    "bytes": (lambda _: {"a": b"12"}, "KindError", ("does not support a leaf", "a bytes")),
+    "a set": (lambda _: {"a": {1}}, "KindError", ("does not support a leaf", "'{1}', a set")),
     "numbers as keys in a list": (
         lambda _: {"a": [{1: 2}]},
         "KindError",
-        ("cannot take a leaf", "'[{1: 2}]', a list"),
+        ("does not support a leaf", "'[{1: 2}]', a list"),
     ),
     "a module": (
         lambda _: {"a": torch.nn.Linear(2, 2)},
         "KindError",
-        ("takes a dict of arrays and JSON values, or a State", "State(model=model)", "a Linear"),
+        ("requires a dict of arrays and JSON values, or a State", "State(model=model)", "a Linear"),
     ),
     "a module alone": (
         lambda _: torch.nn.Linear(2, 2),
         "KindError",
-        ("takes a dict of arrays and JSON values, or a State", "State(model=model)"),
+        ("requires a dict of arrays and JSON values, or a State", "State(model=model)"),
     ),
     "an optimizer": (
         lambda _: {"a": torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)},
         "KindError",
-        ("takes a dict of arrays", "State(name=object), or its state_dict()"),
+        ("requires a dict of arrays", "State(name=object), or the object's state_dict()"),
     ),
-    "a tensor alone": (lambda _: torch.ones(2), "KindError", ("a Tensor", 'fix:      {"x": x}')),
+    "a tensor alone": (
+        lambda _: torch.ones(2),
+        "KindError",
+        ("a Tensor", 'fix:      pass {"x": x}'),
+    ),
     "a key of another kind": (
         lambda _: {"b": {0.5: 1}},
         "KindError",
-        ("cannot take a key of the state", "b.0.5", "a text or a whole number", "a float"),
+        ("does not support a key of the state", "b.0.5", "a str or an int", "a float"),
     ),
-    "a truth as a key": (lambda _: {True: 1}, "KindError", ("cannot take a key", "a bool")),
+    "a truth as a key": (lambda _: {True: 1}, "KindError", ("does not support a key", "a bool")),
     "a key that is no text": (
         lambda _: {"\ud800": torch.ones(2)},
         "KindError",
-        ("cannot take a key of the state", "'\\ud800'"),
+        ("does not support a key of the state", "'\\ud800'"),
     ),
     "a name that files keep": (
         lambda _: {"__metadata__": torch.ones(2)},
         "KindError",
-        ("cannot take the name of an array", "another name", "__metadata__"),
+        (
+            "does not support the name of an array",
+            "a name that safetensors does not reserve",
+            "__metadata__",
+        ),
     ),
     "keys with dots that collide": (
         lambda _: {"a.b": 1, "a": {"b": torch.ones(2)}},
         "CheckpointError",
-        ("two leaves of the state have the name 'a.b'", "give one of them another key"),
+        ("two leaves of the state have the name 'a.b'", "rename one of the keys"),
     ),
     "a number and a text that collide": (
         lambda _: {0: 1, "0": 2},
@@ -148,13 +166,13 @@ EVERYWHERE: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "a dict in itself": (
         lambda _: cyclic(),
         "KindError",
-        ("dicts of the state are nested too deep, or hold each other", "again.again.again"),
+        ("dicts of the state are nested too deeply, or contain each other", "again.again.again"),
     ),
     "dicts without end": (lambda _: deep(5000), "KindError", ("nested too deep", "at most 100")),
     "an unreduced array": (
         lambda mesh: {"a": sharded(mesh, md.P(None, unreduced={"dp"}))},
         "AxisTypeError",
-        ("a is unreduced, each rank holds a summand", "x.reshard(P()), or lax.psum"),
+        ("a is unreduced (each rank holds a partial sum)", "x.reshard(P()), or lax.psum"),
     ),
     "a state that raises": (
         lambda _: Raises(),
@@ -187,41 +205,41 @@ def rows(mesh: md.DeviceMesh) -> dict[str, Any]:
 
 LAST: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "raises": (lambda _: Raises(), "CheckpointError", ("ValueError: no state today",)),
-    "nothing": (lambda _: {}, "AgreementError", ("step: ", "y: ", "missing")),
+    "nothing": (lambda _: {}, "MismatchError", ("step: ", "y: ", "missing")),
     "another name": (
         lambda mesh: {**rows(mesh), "z": torch.ones(1)},
-        "AgreementError",
-        ("other names, arrays or values", "z: ", "missing", ": float32[1]"),
+        "MismatchError",
+        ("names, arrays or values differ", "z: ", "missing", ": float32[1]"),
     ),
     "another leaf": (
         lambda mesh: {**rows(mesh), "step": 2},
-        "AgreementError",
+        "MismatchError",
         ("step: ", ": 1", ": 2"),
     ),
     "other values": (
         lambda mesh: {**rows(mesh), "y": torch.zeros(3)},
-        "AgreementError",
+        "MismatchError",
         ("y, float32[3]: ", "by up to ", "of its largest value"),
     ),
     "another shape": (
         lambda mesh: {**rows(mesh), "y": torch.ones(4)},
-        "AgreementError",
+        "MismatchError",
         ("y: ", ": float32[3]", ": float32[4]"),
     ),
     "another dtype": (
         lambda mesh: {**rows(mesh), "y": torch.ones(3, dtype=torch.float64)},
-        "AgreementError",
+        "MismatchError",
         ("y: ", ": float32[3]", ": float64[3]"),
     ),
     "no spec": (
         lambda mesh: {**rows(mesh), "x": torch.zeros(6, 2)},
-        "AgreementError",
+        "MismatchError",
         ("x: ", ": float32[6@dp, 2]", ": float32[6, 2]"),
     ),
     "what cannot be saved": (
         lambda mesh: {**rows(mesh), "y": torch.ones(3, device="meta")},
         "KindError",
-        ("y lies on the meta device",),
+        ("y has no values because it is on the meta device",),
     ),
 }
 
@@ -240,7 +258,7 @@ def test_a_rank_that_saves_otherwise(name: str, size: int, tmp_path: Path) -> No
         assert found == kind
         assert all(each in text for each in texts), text
         assert f"rank {who}" in text
-        if kind == "AgreementError":
+        if kind == "MismatchError":
             first = 1 if who == 0 else 0
             others = f"rank {first}" if size == 2 else f"ranks {first}-{first + size - 2}"
             assert others in text
@@ -251,8 +269,8 @@ def test_a_rank_that_saves_otherwise(name: str, size: int, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("path", "kind", "text"),
     [
-        (None, "KindError", "takes the path of a folder"),
-        ("other", "AgreementError", "/other'"),
+        (None, "KindError", "requires the path of a folder"),
+        ("other", "MismatchError", "/other'"),
     ],
 )
 def test_a_rank_with_another_path(
@@ -284,49 +302,57 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         lambda _: {"y": torch.zeros(4)},
         {},
         "ShapeError",
-        ("y has another shape in the checkpoint", "shape (4,), of the state", "shape (3,), in the"),
+        (
+            "y has a different shape in the checkpoint",
+            "shape (4,), as in the state",
+            "shape (3,), in the",
+        ),
     ),
     "another shape of the whole": (
         lambda mesh: {"x": md.zeros((7, 2), sharding=md.NamedSharding(mesh, md.P("dp")))},
         {},
         "ShapeError",
-        ("shape (7, 2), of the state", "shape (6, 2), in the checkpoint"),
+        ("shape (7, 2), as in the state", "shape (6, 2), in the checkpoint"),
     ),
     "another dtype": (
         lambda _: {"y": torch.zeros(3, dtype=torch.bfloat16)},
         {},
         "DtypeError",
-        ("bfloat16, of the state", "float32, in the checkpoint", "load it as float32"),
+        ("bfloat16, as in the state", "float32, in the checkpoint", "load it as float32"),
     ),
     "a number that is too large": (
         lambda _: {"large": np.int8(1)},
         {},
         "CheckpointError",
-        ("large does not fit into the state", "a int8, of the state", "found:    300, in the"),
+        (
+            "the value of large does not fit the state's type",
+            "a int8, as in the state",
+            "found:    300, in the",
+        ),
     ),
     "an unknown name": (
         lambda _: {"yy": torch.zeros(3)},
         {},
         "CheckpointError",
-        ("lacks 1 names of the state", "'y' is nearest to 'yy'", 'missing="keep"'),
+        ("lacks 1 names of the state", "'y', the name most similar to 'yy'", 'missing="keep"'),
     ),
     "a leaf as an array": (
         lambda _: {"step": torch.zeros(3)},
         {},
         "CheckpointError",
-        ("step is a leaf in the checkpoint", "load it as a leaf, or leave it out"),
+        ("step is a leaf in the checkpoint", "load it as a leaf, or exclude it with only="),
     ),
     "an array as a leaf": (
         lambda _: {"y": 1},
         {},
         "CheckpointError",
-        ("y is an array in the checkpoint", "load it as an array, or leave it out"),
+        ("y is an array in the checkpoint", "load it as an array, or exclude it with only="),
     ),
     "an array that shares memory with itself": (
         lambda _: {"y": torch.zeros(1).expand(3)},
         {},
         "ArgumentError",
-        ("several elements of y lie at one place in memory", "stride (0,)", "x.clone()"),
+        ("cannot load into y: several elements share memory", "stride (0,)", "x.clone()"),
     ),
     "an array that is read-only": (
         lambda _: {"y": read_only(np.zeros(3, dtype=np.float32))},
@@ -338,9 +364,9 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         lambda _: {"y": torch.zeros(3, device="meta")},
         {},
         "KindError",
-        ("y lies on the meta device",),
+        ("y has no values because it is on the meta device",),
     ),
-    "a summand": (
+    "a partial sum": (
         lambda mesh: {"y": sharded(mesh, md.P(None, unreduced={"dp"}))},
         {},
         "AxisTypeError",
@@ -350,13 +376,13 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         lambda _: {"y": torch.zeros(3)},
         {"only": "z.*"},
         "ArgumentError",
-        ("only='z.*' fits no name of the state", "fix:      write 'y'"),
+        ("only='z.*' matches no name of the state", "fix:      pass 'y'"),
     ),
     "a pattern that is a number": (
         lambda _: {"y": torch.zeros(3)},
         {"only": 3},
         "KindError",
-        ("only= names what is loaded", "3, a int"),
+        ("only= must be a name pattern", "3, a int"),
     ),
     "another word": (
         lambda _: {"y": torch.zeros(3)},
@@ -368,7 +394,7 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         lambda _: {"y": torch.zeros(3)},
         {"mesh": "dp"},
         "KindError",
-        ("mesh= is the mesh of the ranks that take part", "'dp', a str"),
+        ("mesh= must be a DeviceMesh", "'dp', a str"),
     ),
 }
 
@@ -403,8 +429,8 @@ def test_states_that_cannot_be_loaded(name: str, tmp_path: Path) -> None:
 def test_a_rank_that_loads_otherwise(size: int, tmp_path: Path) -> None:
     md.checkpoint.save({"y": torch.ones(3), "z": torch.ones(2), "step": 1}, tmp_path / "a")
     others: list[tuple[Any, str, str]] = [
-        ({"y": torch.zeros(3)}, "AgreementError", ": float32[2]"),
-        ({"y": torch.zeros(4), "z": torch.zeros(2)}, "AgreementError", ": float32[4]"),
+        ({"y": torch.zeros(3)}, "MismatchError", ": float32[2]"),
+        ({"y": torch.zeros(4), "z": torch.zeros(2)}, "MismatchError", ": float32[4]"),
         (Raises(), "CheckpointError", "ValueError: no state today"),
     ]
     for other, kind, part in others:
@@ -444,9 +470,9 @@ def test_a_folder_that_each_host_has_for_itself(
     monkeypatch.setattr(files, "open", open_seen, raising=False)
     monkeypatch.setattr(files, "safe_open", safe_open_seen)
     for on_last, text in (
-        ("there", "this rank sees another checkpoint at this path than the first rank"),
-        ("empty", "this rank sees another checkpoint at this path than the first rank"),
-        ("nowhere", "the disk or the file system failed"),
+        ("there", "this rank sees a different checkpoint at this path than the first rank"),
+        ("empty", "this rank sees a different checkpoint at this path than the first rank"),
+        ("nowhere", "a disk or file system error"),
     ):
         kind, found = errors(
             lambda _: md.checkpoint.load({"y": torch.zeros(3)}, tmp_path / "here"), 3
@@ -455,7 +481,7 @@ def test_a_folder_that_each_host_has_for_itself(
         assert text in found
         assert "where:    rank 2, " in found
         if on_last == "there":
-            assert "expected: one folder that all ranks see, or copies of it" in found
+            assert "expected: one folder shared by all ranks, or copies of it" in found
             assert "copy the checkpoint to each host" in found
     on_last = "here"
     md.simulate(lambda: md.checkpoint.load({"y": torch.zeros(3)}, tmp_path / "here"), 3)
@@ -469,7 +495,7 @@ def test_ranks_that_keep_other_steps(size: int, tmp_path: Path) -> None:
         checkpoints(tmp_path).save({"y": torch.ones(3)}, 4 + (md.get_rank() == size - 1))
 
     kind, text = errors(program, size)
-    assert kind == "AgreementError"
+    assert kind == "MismatchError"
     assert "/step-4'" in text
     assert "/step-5'" in text
     assert os.listdir(tmp_path) == [".lock"]

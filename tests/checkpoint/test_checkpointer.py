@@ -61,6 +61,30 @@ def test_without_waiting(pool: Pool, backend: str, tmp_path: Path) -> None:
     assert md.checkpoint.Checkpointer(root).steps() == [4, 1000]
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_without_waiting_one_more_step_than_keep_stays(
+    pool: Pool, backend: str, tmp_path: Path
+) -> None:
+    def program(root: str, keep: int) -> list[list[int]]:
+        found, state = [], {"x": torch.ones(1000)}
+        checkpoints = md.checkpoint.Checkpointer(root, keep=keep)
+        for step in range(5):
+            pending = checkpoints.save(state, step, wait=False)
+            found.append([each for each in checkpoints.steps() if each != step])
+            md.distributed.barrier()
+        assert pending is not None
+        pending.wait()
+        return [*found, checkpoints.steps()]
+
+    for keep in (1, 2):
+        found = pool.run(program, 2, str(tmp_path / f"{keep}"), keep, backend=backend)
+        before = [[*range(max(step - keep, 0), step)] for step in range(5)]
+        for *during, after in found:
+            # A step that is already complete counts among the newest.
+            assert all(mine in (all_, all_[1:]) for mine, all_ in zip(during, before, strict=True))
+            assert after in ([*range(4 - keep, 5)], [*range(5 - keep, 5)])
+
+
 def test_all_stay(tmp_path: Path) -> None:
     checkpoints = md.checkpoint.Checkpointer(tmp_path, keep=None)
     for step in range(5):
@@ -81,11 +105,11 @@ def test_foreign_names_and_folders_without_a_manifest_are_left_alone(tmp_path: P
     assert names == {".lock", "step-2", "step-7", "step-9", "step-x", "step-08", "other"}
 
 
-def test_a_step_that_is_there_is_refused(tmp_path: Path) -> None:
+def test_a_step_that_is_there_is_rejected(tmp_path: Path) -> None:
     md.checkpoint.save({"x": torch.ones(1)}, tmp_path / "step-1")
     with pytest.raises(CheckpointError) as caught:
         md.checkpoint.Checkpointer(tmp_path).save({"x": torch.zeros(1)}, 1)
-    assert caught.value.summary == "save writes no checkpoint over another file or folder"
+    assert caught.value.summary == "cannot save a checkpoint because the path exists"
     assert md.checkpoint.open(tmp_path / "step-1").read("x").tolist() == [1]
 
 
@@ -162,7 +186,7 @@ def test_an_older_step_is_loaded_and_what_is_saved_then_stays(tmp_path: Path) ->
     assert checkpoints.load(state, 10) == 10 and state["x"] == 10
     checkpoints.save(state, 5)
     assert checkpoints.steps() == [5, 10, 20]
-    with pytest.raises(CheckpointError, match="no checkpoint is here"):
+    with pytest.raises(CheckpointError, match="the path has no checkpoint"):
         checkpoints.load(state, 7)
 
 
@@ -174,10 +198,10 @@ def test_two_that_save_under_a_root(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         second.save({"x": torch.ones(1)}, 2)
     assert caught.value.summary == (
-        "Checkpointer: another run, or another Checkpointer, saves under this root"
+        "Checkpointer.save failed because another run or Checkpointer saves under this root"
     )
     assert caught.value.fix == (
-        "end the other run, drop the other object, or give each its own root"
+        "stop the other run, delete the other object, or use a separate root for each"
     )
     del first
     gc.collect()

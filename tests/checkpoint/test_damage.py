@@ -67,7 +67,7 @@ def test_a_flipped_byte_is_found_on_all_ranks(copy: Path) -> None:
     for size in (2, 3, 5):
         error = find_error(copy, verify=True, size=size)
         assert error is not None
-        assert "the checkpoint is damaged, or was not written by a save" in error
+        assert "the checkpoint is damaged, or was not written by md.checkpoint.save" in error
         assert "fix:      load an older checkpoint" in error
 
 
@@ -75,7 +75,7 @@ def test_files_that_are_missing_short_or_long(copy: Path) -> None:
     for name in FILES:
         file = copy / name
         whole = file.read_bytes()
-        said = f"the manifest says {len(whole)} bytes"
+        said = f"in the manifest {len(whole)} bytes"
         for data in (None, b"", whole[:-1], whole[:100], whole + b"\0", whole + whole):
             if data is None:
                 file.unlink()
@@ -87,7 +87,9 @@ def test_files_that_are_missing_short_or_long(copy: Path) -> None:
                 error = find_error(copy, size=size)
                 assert error is not None
                 assert f"found:    {name}: {found}; {said}" in error
-                assert "the checkpoint is damaged, or was not written by a save" in error
+                assert (
+                    "the checkpoint is damaged, or was not written by md.checkpoint.save" in error
+                )
         file.unlink()
         file.mkdir()
         assert "no such file" in str(find_error(copy))
@@ -130,14 +132,18 @@ def test_a_manifest_that_is_missing_or_empty(copy: Path) -> None:
     arrays = {name: x for name, x in empty_state().items() if name in WHOLES}
     md.checkpoint.load(arrays, copy)
     assert all(torch.equal(arrays[name], whole) for name, whole in WHOLES.items())
-    with pytest.raises(md.CheckpointError, match="no checksums are here, verify=True needs them"):
+    with pytest.raises(
+        md.CheckpointError, match="verify=True requires checksums, which the files lack"
+    ):
         md.checkpoint.load(arrays, copy, verify=True)
 
 
 def test_a_file_that_goes_during_a_load_is_an_error(copy: Path) -> None:
     opened = md.checkpoint.open(copy)
     (copy / FILES[1]).unlink()
-    with pytest.raises(md.CheckpointError, match="the disk or the file system failed") as caught:
+    with pytest.raises(
+        md.CheckpointError, match="failed because of a disk or file system error"
+    ) as caught:
         opened.read("a")
     assert FILES[1] in str(caught.value)
     assert "files" in read_manifest(copy)
@@ -147,11 +153,11 @@ def test_folders_that_are_not_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").mkdir()
     (tmp_path / "y.safetensors").symlink_to("nowhere")
     for path, found in (
-        (tmp_path, "a folder without these"),
-        (tmp_path / "none", "nothing of this name"),
+        (tmp_path, "a folder without these files"),
+        (tmp_path / "none", "nothing"),
         (__file__, "another file"),
     ):
-        with pytest.raises(md.CheckpointError, match="no checkpoint is here") as caught:
+        with pytest.raises(md.CheckpointError, match="the path has no checkpoint") as caught:
             md.checkpoint.open(path)
         assert f"found:    {found}" in str(caught.value)
-        assert "no checkpoint is here" in str(find_error(path, size=3))
+        assert "the path has no checkpoint" in str(find_error(path, size=3))

@@ -244,7 +244,7 @@ def is_saved(path: str) -> bool:
     try:
         md.simulate(rank_saves, 2)
     except md.CheckpointError as error:
-        if "over another file or folder" not in str(error):
+        if "because the path exists" not in str(error):
             raise
         return False
     return True

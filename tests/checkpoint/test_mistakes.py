@@ -12,16 +12,16 @@ from torch import nn
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     AxisTypeError,
     CheckpointError,
     DtypeError,
     KindError,
     MeshError,
+    MismatchError,
     ShapeError,
 )
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 
 def mesh_of(size: int = 2) -> md.DeviceMesh:
@@ -49,12 +49,13 @@ def test_the_state_dict_of_a_split_model_has_lost_its_marks(tmp_path: Path) -> N
             md.parallelize(model, mesh["tp"], {"0": "column_whole"})
             md.checkpoint.save({"model": model.state_dict()}, tmp_path / "one")
 
-    error = error_of(program, AgreementError)
-    assert error.summary == "checkpoint.save: ranks have other names, arrays or values"
+    error = error_of(program, MismatchError)
+    assert error.summary == "checkpoint.save: names, arrays or values differ between ranks"
     assert error.found.startswith("model.0.bias, float32[3]: rank 1 differs from rank 0")
     assert error.fix == (
-        "give all ranks the same, as by md.distributed.broadcast_object_list; a part of a global "
-        "array needs a spec: md.checkpoint.State(model=model), or md.annotate(x, spec)"
+        "pass the same state on all ranks, for example with "
+        "md.distributed.broadcast_object_list; shards of a global array need a spec: "
+        "md.checkpoint.State(model=model), or md.annotate(x, spec)"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -66,7 +67,7 @@ def test_values_that_differ(pool: Pool, backend: str, tmp_path: Path) -> None:
         for state in ({"x": torch.full((500, 400), 1.0 + md.get_rank())}, {"n": md.get_rank()}):
             try:
                 md.checkpoint.save(state, path)
-            except AgreementError as error:
+            except MismatchError as error:
                 texts.append(error.found)
         return texts
 
@@ -86,10 +87,10 @@ def test_other_names_and_paths(tmp_path: Path) -> None:
     def paths() -> None:
         md.checkpoint.save({"x": 1}, tmp_path / str(md.get_rank()))
 
-    assert error_of(names, AgreementError).found == (
+    assert error_of(names, MismatchError).found == (
         "x0: rank 0: 1; rank 1: missing\nx1: rank 0: missing; rank 1: 1"
     )
-    found = error_of(paths, AgreementError).found
+    found = error_of(paths, MismatchError).found
     first, second = (str(tmp_path / name) for name in "01")
     assert found == f"argument path: rank 0: {first!r}; rank 1: {second!r}"
     assert list(tmp_path.iterdir()) == []
@@ -102,7 +103,7 @@ def test_an_unreduced_array(tmp_path: Path) -> None:
         md.checkpoint.save({"x": x}, tmp_path / "one")
 
     error = error_of(program, AxisTypeError)
-    assert error.summary == "checkpoint.save: x is unreduced, each rank holds a summand"
+    assert error.summary == "checkpoint.save: x is unreduced (each rank holds a partial sum)"
     assert error.fix == "reduce it first: x.reshard(P()), or lax.psum"
 
 
@@ -113,7 +114,7 @@ def test_a_value_that_varies(tmp_path: Path) -> None:
             md.checkpoint.save({"loss": loss}, tmp_path / "one")
 
     error = error_of(program, AxisTypeError)
-    assert error.summary == ("checkpoint.save: loss varies, and nothing says how its parts lie")
+    assert error.summary == ("checkpoint.save: loss is annotated as varying, but has no spec")
 
 
 def test_specs_without_a_mesh(tmp_path: Path) -> None:
@@ -122,8 +123,24 @@ def test_specs_without_a_mesh(tmp_path: Path) -> None:
         md.checkpoint.save({"x": x}, tmp_path / "one")
 
     error = error_of(program, MeshError)
-    assert error.summary == "checkpoint.save: x is cut by P('tp',), and no mesh is in force"
-    assert error.fix == "checkpoint.save(..., mesh=mesh), or call it inside `with mesh:`"
+    assert error.summary == "checkpoint.save: x is sharded by P('tp',), but there is no mesh"
+    assert error.fix == (
+        "call checkpoint.save(..., mesh=mesh), or create Checkpointer(root, mesh=mesh), or call it "
+        "inside `with mesh:`"
+    )
+
+
+def test_a_checkpointer_without_a_mesh_raises_before_the_training(tmp_path: Path) -> None:
+    def program() -> None:
+        md.seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+        md.parallelize(model, mesh_of()["tp"], {"0": "column", "1": "row"})
+        checkpoints = md.checkpoint.Checkpointer(tmp_path / "root")
+        checkpoints.load(md.checkpoint.State(model=model))
+
+    error = error_of(program, MeshError)
+    assert error.summary.startswith("Checkpointer.load: model.0.bias is sharded by P('tp',)")
+    assert error.fix == "create Checkpointer(root, mesh=mesh), or call it inside `with mesh:`"
 
 
 def saved(path: Path) -> None:
@@ -137,48 +154,48 @@ def saved(path: Path) -> None:
         (
             {"a": {"weight": torch.zeros(2, 2)}},
             ShapeError,
-            "checkpoint.load: a.weight has another shape in the checkpoint",
+            "checkpoint.load: a.weight has a different shape in the checkpoint",
             "found",
             "shape (3, 2), in the checkpoint",
         ),
         (
             {"a": {"weight": torch.zeros(3, 2).double()}},
             DtypeError,
-            "checkpoint.load: a.weight has another dtype in the checkpoint",
+            "checkpoint.load: a.weight has a different dtype in the checkpoint",
             "expected",
-            "float64, of the state",
+            "float64, as in the state",
         ),
         (
             {"a": {"weigth": torch.zeros(3, 2)}},
             CheckpointError,
             "checkpoint.load: the checkpoint lacks 1 names of the state",
             "found",
-            "'a.weight' is nearest to 'a.weigth'",
+            "'a.weight', the name most similar to 'a.weigth'",
         ),
         (
             {"n": torch.zeros(3, 2)},
             CheckpointError,
             "checkpoint.load: n is a leaf in the checkpoint",
             "fix",
-            "load it as a leaf, or leave it out",
+            "load it as a leaf, or exclude it with only=",
         ),
         (
             {"a": {"bias": 3}},
             CheckpointError,
             "checkpoint.load: a.bias is an array in the checkpoint",
             "fix",
-            "load it as an array, or leave it out",
+            "load it as an array, or exclude it with only=",
         ),
         (
             nn.Linear(2, 2),
             KindError,
-            "checkpoint.load takes a dict of arrays and JSON values, or a State",
+            "checkpoint.load requires a dict of arrays and JSON values, or a State",
             "fix",
-            "md.checkpoint.State(model=model)",
+            "pass md.checkpoint.State(model=model)",
         ),
     ],
 )
-def test_another_state_is_refused_before_anything_changes(
+def test_another_state_is_rejected_before_anything_changes(
     state: Any, kind: type[Exception], summary: str, field: str, text: str, tmp_path: Path
 ) -> None:
     saved(tmp_path / "one")
@@ -192,9 +209,9 @@ def test_another_state_is_refused_before_anything_changes(
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for name, found in (("none", "nothing of this name"), ("empty", "a folder without these")):
+    for name, found in (("none", "nothing"), ("empty", ("a folder without these files"))):
         error = error_of(lambda path=tmp_path / name: md.checkpoint.load({}, path), CheckpointError)
-        assert (error.summary, error.found) == ("no checkpoint is here", found)
+        assert (error.summary, error.found) == ("the path has no checkpoint", found)
 
 
 @pytest.mark.parametrize("argument", [{"missing": "ignore"}, {"only": "b.*"}])
@@ -215,7 +232,7 @@ def test_names_that_lack_a_prefix(tmp_path: Path) -> None:
             md.checkpoint.load(state, tmp_path / "one", missing=missing)
         assert caught.value.summary == "checkpoint.load: the checkpoint lacks 2 names of the state"
         assert caught.value.fix == (
-            "names there lack 'model': load dict(model.state_dict(keep_vars=True))"
+            "remove the prefix 'model': load dict(model.state_dict(keep_vars=True))"
         )
     md.checkpoint.load(dict(model.state_dict(keep_vars=True)), tmp_path / "one")
 
@@ -224,8 +241,8 @@ def test_a_root_in_place_of_a_step(tmp_path: Path) -> None:
     md.checkpoint.Checkpointer(tmp_path).save({"x": torch.ones(1)}, 7)
     with pytest.raises(CheckpointError) as caught:
         md.checkpoint.open(tmp_path)
-    assert (
-        caught.value.fix == f"it is the root of a Checkpointer: load {str(tmp_path / 'step-7')!r}"
+    assert caught.value.fix == (
+        f"the path is the root of a Checkpointer: load {str(tmp_path / 'step-7')!r}"
     )
 
 
@@ -234,10 +251,10 @@ def test_a_name_that_open_does_not_have(tmp_path: Path) -> None:
     found = md.checkpoint.open(tmp_path / "one")
     with pytest.raises(CheckpointError) as caught:
         found.read("a.weihgt")
-    assert caught.value.fix == "write 'a.weight'"
+    assert caught.value.fix == "read 'a.weight'"
     with pytest.raises(CheckpointError) as caught:
         found.shape("n")
-    assert caught.value.found == "a leaf of this name: .leaves"
+    assert caught.value.found == "a leaf of this name"
 
 
 def load_into_tied_arrays(path: Path) -> list[Any]:
@@ -261,23 +278,25 @@ def load_into_tied_arrays(path: Path) -> list[Any]:
     return [*told, changed, one.tolist(), view.tolist()]
 
 
-@pytest.mark.parametrize("wire", ["simulated", "gloo", "shm"])
+@pytest.mark.parametrize("backend", ["simulated", "gloo", "shm"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_two_values_for_tied_arrays(tmp_path: Path, pool: Pool, wire: str, size: int) -> None:
+def test_two_values_for_tied_arrays(tmp_path: Path, pool: Pool, backend: str, size: int) -> None:
     a, weight = torch.arange(1.0, 5), torch.ones(4, 4)
     linear = {"weight": weight, "bias": weight[0]}
     model = {"0": linear, "1": {"weight": 2 * weight, "bias": weight[0]}}
     state = {"a": a, "b": a + 1, "equal": a.clone(), "first": a[:2], "model": model}
     md.checkpoint.save(state, tmp_path / "one")
     summary = (
-        "checkpoint.load: arrays of the state share memory, and have different values in the "
+        "checkpoint.load: arrays share memory in the state, but have different values in the "
         "checkpoint"
     )
-    fix = "untie them before the load, or leave {} out: only="
+    fix = "untie them before the load, or exclude {} with only="
     pair, tied = ("a, b", "a"), ("model.0.weight, model.1.weight", "model.0.weight")
     expected = [
         (summary, f"{names}; loading would overwrite {lost}", fix.format(lost))
         for names, lost in (pair, pair, tied)
     ]
     expected += [False, [2.0, 3, 4, 5], [1.0, 2, 3, 4, 0, 0]]
-    assert WIRES[wire](pool, load_into_tied_arrays, size, tmp_path / "one") == [expected] * size
+    assert (
+        BACKENDS[backend](pool, load_into_tied_arrays, size, tmp_path / "one") == [expected] * size
+    )

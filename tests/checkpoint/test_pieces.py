@@ -124,7 +124,7 @@ def test_a_fault_is_found_just_where_cells_are_missing_or_met_twice(boxes: list[
 @pytest.mark.parametrize(
     ("boxes", "text"),
     [
-        ([((0, 7),)], "piece [0:7] lies outside of (6,)"),
+        ([((0, 7),)], "piece [0:7] is outside (6,)"),
         ([((0, 4),), ((2, 6),)], "pieces [0:4] and [2:6] overlap"),
         ([((0, 4),)], "pieces have 4 of 6 elements"),
         ([], "pieces have 0 of 6 elements"),

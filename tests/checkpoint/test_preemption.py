@@ -21,8 +21,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
 PROGRAM = """
 import os, signal, sys, threading, time
 import torch, meshdist as md
-rank, step, number, wire = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-md.init_process_group(wire)
+rank, step, number, backend = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+md.init_process_group(backend)
 for now in range(1, 60):
     md.all_reduce(torch.ones(3))
     if md.get_rank() == rank and now == step:
@@ -36,14 +36,14 @@ md.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("wire", "rank", "number"),
+    ("backend", "rank", "number"),
     [("shm", 0, signal.SIGTERM), ("gloo", 2, signal.SIGUSR1)],
     ids=["first", "last"],
 )
-def test_all_ranks_stop_at_one_step(pool: Pool, wire: str, rank: int, number: int) -> None:
-    step = random.Random(f"{wire}{rank}").randint(2, 50)
+def test_all_ranks_stop_at_one_step(pool: Pool, backend: str, rank: int, number: int) -> None:
+    step = random.Random(f"{backend}{rank}").randint(2, 50)
     ended = pool.start(
-        PROGRAM, places(3), str(rank), str(step), str(int(number)), wire, has_teardown=False
+        PROGRAM, places(3), str(rank), str(step), str(int(number)), backend, has_teardown=False
     )
     assert [(done.returncode, done.stdout) for done in ended] == [(0, f"ended at {step}\n")] * 3
 
@@ -70,15 +70,17 @@ def test_simulated_ranks() -> None:
     assert md.simulate(program, 3) == [[False, True]] * 3
 
 
-def test_in_another_thread_it_is_refused() -> None:
+def test_in_another_thread_it_is_rejected() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as threads, pytest.raises(md.errors.WorldError) as caught:
         threads.submit(md.preempted).result()
     assert caught.value.summary == (
-        "preempted() must be called first in the main thread, which alone may handle signals"
+        "preempted() cannot install signal handlers outside the main thread"
     )
-    assert caught.value.fix == "call md.preempted() once where the program begins"
+    assert caught.value.fix == (
+        "call md.preempted() once in the main thread, at the start of the program"
+    )
 
 
 def test_the_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +91,10 @@ def test_the_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert md.restart_count() == 3
 
 
-def torchrun(root: Path, kill: str, wire: str) -> subprocess.CompletedProcess[str]:
+def torchrun(root: Path, kill: str, backend: str) -> subprocess.CompletedProcess[str]:
     """Run the example under torchrun until it ends, and let a rank be killed in its first life."""
     words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", str(EXAMPLE)]
-    words += ["--root", str(root), "--kill", kill, "--backend", wire, "--check"]
+    words += ["--root", str(root), "--kill", kill, "--backend", backend, "--check"]
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -112,12 +114,12 @@ def test_torchrun_starts_again_what_has_lost_a_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_each_rank_killed_at_random_steps(wire: str, tmp_path: Path) -> None:
-    draws = random.Random(wire)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_each_rank_killed_at_random_steps(backend: str, tmp_path: Path) -> None:
+    draws = random.Random(backend)
     for number in range(100):
         kill = f"{draws.randrange(2)}:{draws.randint(1, 20)}"
-        ended = torchrun(tmp_path / str(number), kill, wire)
+        ended = torchrun(tmp_path / str(number), kill, backend)
         assert ended.returncode == 0, (kill, ended.stderr)
         assert "difference from one rank" in ended.stdout
 

@@ -200,7 +200,9 @@ def test_a_single_file(tmp_path: Path) -> None:
     assert md.checkpoint.load(target, tmp_path / "model.safetensors")["w"][1, 2] == 5
     with pytest.raises(md.errors.CheckpointError) as caught:
         md.checkpoint.load(target, tmp_path / "model.safetensors", verify=True)
-    assert caught.value.summary == "checkpoint.load: no checksums are here, verify=True needs them"
+    assert caught.value.summary == (
+        "checkpoint.load: verify=True requires checksums, which the files lack"
+    )
 
 
 def test_marked_tensors_numpy_and_plain_arrays(tmp_path: Path) -> None:

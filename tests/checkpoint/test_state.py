@@ -255,7 +255,7 @@ def test_ranks_seeded_without_md_seed_draw_apart_unless_all_drew_alike(
 
     md.simulate(save, 4)
     is_told = len(set(seeds)) == 2
-    text = "some ranks drew the same random numbers, seeded without md.seed: now each rank"
+    text = "some ranks drew the same random numbers, seeded without md.seed; after this load"
     with pytest.warns(UserWarning, match=text) if is_told else nullcontext():
         assert len(set(md.simulate(load, 3))) == num_apart
 
@@ -458,7 +458,7 @@ def test_leaves_are_attributes(tmp_path: Path) -> None:
     )
     with pytest.raises(AttributeError, match="no leaf 'nothing'"):
         _ = state.nothing
-    with pytest.raises(AttributeError, match="'model' is given to State"):
+    with pytest.raises(AttributeError, match="cannot set 'model': pass it to State"):
         state.model = nn.Linear(1, 1)
 
 
@@ -475,19 +475,19 @@ def test_a_state_without_generators_is_loaded_without_them(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "summary"),
     [
-        ({"model": 3}, "State takes a module as model, or a dict of modules"),
+        ({"model": 3}, "State requires a module, or a dict of modules, as model="),
         (
             {"critic": torch.optim.SGD(nn.Linear(1, 1).parameters())},
-            "State takes optimizers with the models whose parameters they have",
+            "State requires optimizers as optimizer=, with the models of their parameters",
         ),
-        ({"optimizer": 3}, "State takes an optimizer with the model whose parameters it has"),
+        ({"optimizer": 3}, "State requires model= with optimizer="),
         (
             {"model": nn.Linear(1, 1), "optimizer": 3},
-            "State takes an optimizer of torch, or a list",
+            "State requires a torch optimizer, or a list of them, as optimizer=",
         ),
         (
             {"model": nn.Linear(1, 1), "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
-            "State: a parameter of the optimizer is not the model's",
+            "State: a parameter of the optimizer is not in the model",
         ),
     ],
 )
@@ -498,7 +498,7 @@ def test_wrong_parts(arguments: dict[str, Any], summary: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_bit_generator_of_numpy_is_refused(tmp_path: Path) -> None:
+def test_another_bit_generator_of_numpy_is_rejected(tmp_path: Path) -> None:
     former = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,32 @@ def test_arrays_of_cupy(tmp_path: Path) -> None:
         md.checkpoint.load({"x": target}, tmp_path / "a")
         md.checkpoint.save({"x": target}, tmp_path / "b")
         assert md.checkpoint.open(tmp_path / "b").read("x").tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.zeros(0, np.int32),
+        lambda: np.zeros((3, 0), np.int32)[0],
+        lambda: np.zeros((0, 3), np.float32),
+        lambda: np.zeros((3, 0)),
+        lambda: torch.from_numpy(np.zeros((0, 3), np.float32)),
+        lambda: torch.zeros(1, dtype=torch.int32).expand(0),
+        lambda: torch.zeros(1, 1).expand(0, 3),
+        lambda: torch.ones(2).as_strided((1,), (0,)),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_empty_arrays_with_strides_of_0_are_saved_and_loaded(
+    make: Callable[[], Any], size: int, tmp_path: Path
+) -> None:
+    def program() -> tuple[int, ...]:
+        md.checkpoint.save({"x": make()}, tmp_path / "a")
+        target = make()
+        md.checkpoint.load({"x": target}, tmp_path / "a", verify=True)
+        return tuple(target.shape)
+
+    assert md.simulate(program, size) == [tuple(make().shape)] * size
 
 
 def test_leaves_come_back_as_they_were(tmp_path: Path) -> None:

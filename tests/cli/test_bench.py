@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.soak
 def test_two_sides_in_turn(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    words = ["--verbs", "all_reduce,barrier", "--sizes", "8,64", "--rounds", "2"]
+    words = ["--operations", "all_reduce,barrier", "--sizes", "8,64", "--rounds", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "meshdist", "bench", "collectives", *words, "--output", str(report)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -32,7 +32,7 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "torch/gloo / meshdist/shm" in " ".join(done.stdout.split())
     cells = json.loads(report.read_text())["cells"]
-    assert [(cell["verb"], cell["bytes"]) for cell in cells] == [
+    assert [(cell["operation"], cell["bytes"]) for cell in cells] == [
         ("all_reduce", 8),
         ("all_reduce", 64),
         ("barrier", 0),
@@ -47,7 +47,7 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_on_80_columns_names_are_whole_and_mpi_starts_as_any_user() -> None:
-    words = ["--verbs", "all_gather_into_tensor", "--sizes", "8", "--rounds", "1"]
+    words = ["--operations", "all_gather_into_tensor", "--sizes", "8", "--rounds", "1"]
     words += ["--sides", "meshdist/shm,mpi"]
     done = subprocess.run(
         [sys.executable, "-m", "meshdist", "bench", "collectives", *words],
@@ -66,12 +66,12 @@ def test_on_80_columns_names_are_whole_and_mpi_starts_as_any_user() -> None:
 
 def test_what_takes_tensors_is_measured_at_every_size_whatever_its_name() -> None:
     class Ranks:
-        def sample(self, verb: str, num_bytes: int, dtype: str) -> float:
+        def sample(self, operation: str, num_bytes: int, dtype: str) -> float:
             return 1.0
 
     ranks: Any = {"ours": Ranks()}
     cells = measure(ranks, ["send_recv", "barrier"], [8, 64], 1, lambda cell: None)
-    found = [(cell.verb, cell.num_bytes) for cell in cells]
+    found = [(cell.operation, cell.num_bytes) for cell in cells]
     assert found == [("send_recv", 8), ("send_recv", 64), ("barrier", 0)]
     (cell,) = measure(ranks, ["all_reduce"], [8], 3, lambda cell: None, "bfloat16")
     assert (cell.dtype, cell.samples) == ("bfloat16", {"ours": [1.0] * 3})
@@ -103,14 +103,14 @@ def test_strangers_that_connect_are_no_ranks() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--verbs", "all_reduce,shout"], "'shout' is none of all_reduce, reduce, "),
-        (["--verbs", "allreduce"], "send_recv, barrier; did you mean 'all_reduce'?\n"),
-        (["--sides", "torch/carrier"], "'torch/carrier' is none of meshdist/shm, "),
+        (["--operations", "all_reduce,shout"], "'shout' is not one of all_reduce, reduce, "),
+        (["--operations", "allreduce"], "send_recv, barrier; did you mean 'all_reduce'?\n"),
+        (["--sides", "torch/executor"], "'torch/executor' is not one of meshdist/shm, "),
         (["--sizes", "8,many"], "'many' is not a size, such as 8, 256K or 64 MiB"),
         (["--sizes", "0"], "'0' is not a size"),
         (["--sizes", "1MB"], "'1MB' is not a size"),
-        (["-n", "0"], "'0' is not a whole number from 1"),
-        (["--rounds", "-1"], "'-1' is not a whole number from 1"),
+        (["-n", "0"], "must be an integer of at least 1, not '0'"),
+        (["--rounds", "-1"], "must be an integer of at least 1, not '-1'"),
     ],
 )
 def test_wrong_arguments(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,7 @@ def test_wrong_arguments(words: list[str], told: str, capsys: pytest.CaptureFixt
 def test_sizes_are_read_as_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
 
-    def measure_nothing(ranks: Any, verbs: Any, sizes: list[int], *more: Any) -> list[Any]:
+    def measure_nothing(ranks: Any, operations: Any, sizes: list[int], *more: Any) -> list[Any]:
         asked.append(sizes)
         return []
 
@@ -148,7 +148,7 @@ def test_what_to_measure_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> N
         bench.main(["--help"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "a comma list of all_reduce, reduce, broadcast," in shown
+    assert "comma-separated list of all_reduce, reduce, broadcast," in shown
 
 
 def test_a_side_whose_ranks_end_is_told_at_once() -> None:
@@ -159,16 +159,14 @@ def test_a_side_whose_ranks_end_is_told_at_once() -> None:
     assert str(caught.value).splitlines() == [
         "a rank of ours ended before it could be measured",
         "  found:    exit codes [3]",
-        "  fix:      look at what it wrote to stderr",
+        "  fix:      check the stderr of the rank for an error",
     ]
     with (
         pytest.raises(SideFailedError) as caught,
         running([Entrant("mpi", "mpi", (str(python),))], 2),
     ):
         pass
-    assert str(caught.value).startswith(
-        f"mpi cannot be started: there is no command {str(python)!r}"
-    )
+    assert str(caught.value).startswith(f"cannot start mpi: command {str(python)!r} was not found")
 
 
 def test_a_rank_that_ends_while_it_is_measured(capfd: pytest.CaptureFixture[str]) -> None:
@@ -176,9 +174,9 @@ def test_a_rank_that_ends_while_it_is_measured(capfd: pytest.CaptureFixture[str]
         pytest.raises(SideFailedError) as caught,
         running([Entrant("ours", "torch/gloo")], 1) as ranks,
     ):
-        measure(ranks, ["no verb"], [8], 1, print)
+        measure(ranks, ["no collective"], [8], 1, print)
     assert str(caught.value).splitlines()[:2] == [
         "a rank of ours ended while it was measured",
-        "  where:    no verb of 8 bytes, rank 0",
+        "  where:    no collective of 8 bytes, rank 0",
     ]
-    assert "has no attribute 'no verb'" in capfd.readouterr().err
+    assert "has no attribute 'no collective'" in capfd.readouterr().err

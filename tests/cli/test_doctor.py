@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from meshdist.cli import doctor
-from meshdist.cli.checkup import find_device_types, find_wires
-from tests.inner import capabilities, find_wire
+from meshdist.cli.diagnostics import find_backends, find_device_types
+from tests.inner import capabilities, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,57 +38,65 @@ NO_MPI = {"reason": "mpi4py is not installed", "fix": "pip install mpi4py"}
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ranks are started in these tests."""
 
-    def start_nothing(wire: str, timeout_s: float) -> dict[str, Any]:
-        raise AssertionError(f"started ranks over {wire}")
+    def start_nothing(backend: str, timeout_s: float) -> dict[str, Any]:
+        raise AssertionError(f"started ranks over {backend}")
 
-    monkeypatch.setattr(doctor, "check_wire", start_nothing)
+    monkeypatch.setattr(doctor, "check_backend", start_nothing)
     monkeypatch.setattr(doctor, "find_mpi", lambda: NO_MPI)  # asking it starts a process
 
 
-TITLES = ["versions", "machine", "wires", "MPI", "install", "variables", "two ranks on this host"]
+TITLES = [
+    "versions",
+    "machine",
+    "backends",
+    "MPI",
+    "install",
+    "variables",
+    "two ranks on this host",
+]
 
 
-def check_all_is_well(shown: str, wire: str) -> None:
+def check_all_is_well(shown: str, backend: str) -> None:
     lines = [line.rstrip() for line in shown.splitlines()]
     assert [line for line in lines if line and line[0] != " "][: len(TITLES)] == TITLES
-    (checked,) = [line for line in lines if line.startswith(f"  {wire}") and "us" in line]
+    (checked,) = [line for line in lines if line.startswith(f"  {backend}") and "us" in line]
     assert "ok: all_reduce of 8 bytes in" in checked
-    assert "what each wire does" in lines
+    assert "support by backend" in lines
     assert "\x1b" not in shown and max(map(len, lines)) <= 80
     assert "…" not in shown  # no name is cut
 
 
-@pytest.mark.soak  # it starts two processes for every wire
+@pytest.mark.soak  # it starts two processes for every backend
 def test_a_machine_where_all_is_well() -> None:
     done = run(GLOO_SOCKET_IFNAME="")
     assert (done.returncode, done.stderr) == (0, "")
-    for wire in ("gloo", "shm", "simulated"):
-        check_all_is_well(done.stdout, wire)
+    for backend in ("gloo", "shm", "simulated"):
+        check_all_is_well(done.stdout, backend)
 
 
-def test_wires_that_are_well(
+def test_backends_that_are_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "find_mpi", lambda: NO_MPI)
-    wires = [wire for wire in find_wires() if wire["name"] in ("shm", "simulated")]
-    monkeypatch.setattr(doctor, "find_wires", lambda: wires)
+    backends = [backend for backend in find_backends() if backend["name"] in ("shm", "simulated")]
+    monkeypatch.setattr(doctor, "find_backends", lambda: backends)
     assert doctor.main([]) == 0
     shown = capsys.readouterr().out
-    for wire in ("shm", "simulated"):
-        check_all_is_well(shown, wire)
+    for backend in ("shm", "simulated"):
+        check_all_is_well(shown, backend)
 
 
-def test_a_wire_that_fails_its_check(
+def test_a_backend_that_fails_its_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "find_mpi", lambda: NO_MPI)
-    wires = [wire for wire in find_wires() if wire["name"] in ("gloo", "simulated")]
-    monkeypatch.setattr(doctor, "find_wires", lambda: wires)
+    backends = [backend for backend in find_backends() if backend["name"] in ("gloo", "simulated")]
+    monkeypatch.setattr(doctor, "find_backends", lambda: backends)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     assert doctor.main(["--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["variables"]["GLOO_SOCKET_IFNAME"] == "nowhere0"
-    checks = {check["wire"]: check for check in report["checks"]}
+    checks = {check["backend"]: check for check in report["checks"]}
     assert "GLOO_SOCKET_IFNAME=nowhere0 names an interface" in checks["gloo"]["error"]
     assert checks["simulated"]["error"] == ""
 
@@ -98,12 +106,12 @@ def test_a_failed_check_in_text(
 ) -> None:
     monkeypatch.setattr(doctor, "find_mpi", lambda: NO_MPI)
 
-    def fail(wire: str, timeout_s: float) -> dict[str, Any]:
+    def fail(backend: str, timeout_s: float) -> dict[str, Any]:
         assert timeout_s == 7.5
         error = "nobody answers\n  fix:      call again"
-        return {"wire": wire, "latency_s": None, "seconds": 1.25, "error": error}
+        return {"backend": backend, "latency_s": None, "seconds": 1.25, "error": error}
 
-    monkeypatch.setattr(doctor, "check_wire", fail)
+    monkeypatch.setattr(doctor, "check_backend", fail)
     assert doctor.main(["--timeout", "7.5"]) == 1
     shown = capsys.readouterr().out
     assert "FAILED after 1.2 s: nobody answers" in shown
@@ -119,23 +127,23 @@ def test_without_checks(untouched: None, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cuda"]])
-def test_what_wires_do_in_a_users_words(
+def test_what_backends_do_in_a_users_words(
     untouched: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     devices: list[str],
 ) -> None:
     names = ("gloo", "mpi", "shm", "simulated", "nccl", "ucc")
-    wires = [wire for name in names if (wire := find_wire(name)) is not None]
-    monkeypatch.setattr(capabilities, "available_wires", lambda: wires)
+    backends = [backend for name in names if (backend := find_backend(name)) is not None]
+    monkeypatch.setattr(capabilities, "available_backends", lambda: backends)
     monkeypatch.setattr(doctor, "find_device_types", lambda: devices)
     assert doctor.main(["--no-check"]) == 0
-    shown = capsys.readouterr().out.partition("what each wire does\n")[2].rstrip().splitlines()
+    shown = capsys.readouterr().out.partition("support by backend\n")[2].rstrip().splitlines()
     assert len(shown) + 1 <= 25 and max(map(len, shown)) <= 80
     text = " ".join(" ".join(shown).split())
     assert "gloo on cpu partly: all_reduce, reduce, all_reduce_coalesced steps: " in text
     assert "built" not in text and "native" not in text
-    assert "meshdist doctor --all tells" in text
+    assert "Run `meshdist doctor --all` for" in text
 
 
 def test_only_device_types_that_are_here_are_shown(
@@ -167,19 +175,19 @@ def test_a_terminal_gets_tables(
 @pytest.mark.parametrize(
     ("state", "setting", "lines"),
     [
-        (None, None, ["this system tells of none"]),
-        ("always", "0", ["always: large tensors lie on pages of 2 MiB"]),
+        (None, None, ["not reported by this system"]),
+        ("always", "0", ["always: large tensors use 2 MiB pages"]),
         (
             "madvise",
             None,
-            ["madvise: for large tensors of launched ranks, which have THP_MEM_ALLOC_ENABLE=1"],
+            ["madvise: used for large tensors of launched ranks, by THP_MEM_ALLOC_ENABLE=1"],
         ),
-        ("madvise", "1", ["madvise: for large tensors, by THP_MEM_ALLOC_ENABLE=1"]),
+        ("madvise", "1", ["madvise: used for large tensors, by THP_MEM_ALLOC_ENABLE=1"]),
         (
             "madvise",
             "0",
             [
-                "madvise: not for tensors, by THP_MEM_ALLOC_ENABLE=0",
+                "madvise: not used for tensors, by THP_MEM_ALLOC_ENABLE=0",
                 "fix: unset THP_MEM_ALLOC_ENABLE",
             ],
         ),
@@ -187,7 +195,7 @@ def test_a_terminal_gets_tables(
             "never",
             "1",
             [
-                "never: tensors lie on pages of 4 KiB, and large calls take longer",
+                "never: tensors use 4 KiB pages, and large collectives take longer",
                 "fix: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
             ],
         ),
@@ -217,9 +225,9 @@ def test_the_whole_table(
     monkeypatch.setattr(doctor, "WIDTH", 120)  # no row is wrapped then
     assert doctor.main(["--no-check", "--all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    verbs = "all_reduce, all_reduce_coalesced, reduce op native built"
+    operations = "all_reduce, all_reduce_coalesced, reduce op native built"
     devices = [kind for kind in find_device_types() if kind in ("cpu", "cuda")]
-    assert f"gloo on {', '.join(devices)}: {verbs}" in shown
+    assert f"gloo on {', '.join(devices)}: {operations}" in shown
     assert "BAND, BOR, BXOR integers, unsigned, bool - floating, complex, float8" in shown
 
 
@@ -231,22 +239,22 @@ def test_rows_of_mpi_say_what_the_library_does(is_whole: bool) -> None:
         ("library", "Some MPI 1.0, MPI 4.0"),
         ("mpiexec", "/bin/mpiexec"),
         ("threads", "MULTIPLE"),
-        ("CUDA memory", "taken as it is" if is_whole else "by way of host memory"),
+        ("CUDA memory", "passed directly" if is_whole else "copied through host memory"),
         (
             "counts above 2^31",
-            "by calls of its own" if is_whole else "by datatypes made for them",
+            "in native calls" if is_whole else "with derived datatypes",
         ),
     ]
     poor = dict(doctor.mpi_rows({**found, **facts, "mpiexec": None, "threads": "SINGLE"}))
     assert poor["mpiexec"].startswith("none\nfix: pip install")
-    assert poor["threads"] == "SINGLE, and meshdist needs MULTIPLE"
+    assert poor["threads"] == "SINGLE, but meshdist needs MULTIPLE"
 
 
 def test_everything_as_json(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--no-check", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report) == [
-        *("versions", "machine", "gpus", "wires", "mpi", "variables", "install"),
+        *("versions", "machine", "gpus", "backends", "mpi", "variables", "install"),
         "shared_headers",
         *("checks", "capabilities"),
     ]
@@ -268,5 +276,5 @@ def test_a_torch_that_does_not_load(words: list[str], tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (1, "")
-    assert "torch does not load: OSError: no libcudart.so" in done.stdout
+    assert "cannot import torch: OSError: no libcudart.so" in done.stdout
     assert ("fix" in done.stdout and "pip install torch" in done.stdout) == (not words)

@@ -9,7 +9,7 @@ import pytest
 from meshdist.cli.run import main
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def rejected(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     try:
         code = main(words)
     except SystemExit as leaving:  # argparse leaves by itself
@@ -20,29 +20,29 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "-n", "2") == [
-        "meshdist run: there is nothing to start",
+    assert rejected(capsys, "-n", "2") == [
+        "meshdist run: no program to start",
         "  expected: a script, or -m and a module, after the launcher's own arguments",
         "  fix:      meshdist run script.py",
     ]
-    assert refused(capsys, "-m")[-1] == "  fix:      meshdist run -m package.module"
+    assert rejected(capsys, "-m")[-1] == "  fix:      meshdist run -m package.module"
 
 
 def test_a_script_that_does_not_exist(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refused(capsys, "-n", "2", "train.py", "--x") == [
-        "meshdist run: there is no script 'train.py'",
+    assert rejected(capsys, "-n", "2", "train.py", "--x") == [
+        "meshdist run: script 'train.py' does not exist",
         f"  where:    directory {tmp_path}",
         "  expected: the path of a Python script",
         f"  found:    no file at {tmp_path}/train.py",
-        "  fix:      check the path; `-m` starts a module, `--no-python` another program",
+        "  fix:      correct the path, or pass -m for a module or --no-python for another program",
     ]
 
 
 def test_no_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "-n", "0", __file__) == [
+    assert rejected(capsys, "-n", "0", __file__) == [
         "meshdist run: cannot start 0 processes",
         "  where:    -n (nprocs)",
         "  expected: at least 1",
@@ -52,29 +52,31 @@ def test_no_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_host_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__) == [
+    assert rejected(
+        capsys, "--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__
+    ) == [
         "meshdist run: host number 2 does not exist in a job on 2 host(s)",
         "  where:    --node-rank",
         "  expected: 0 to 1: less than --nnodes",
         "  found:    2",
-        "  fix:      give each host its own number, from 0",
+        "  fix:      pass a different --node-rank on each host, from 0",
     ]
 
 
 def test_several_hosts_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "--nnodes", "2", "--node-rank", "1", __file__) == [
+    assert rejected(capsys, "--nnodes", "2", "--node-rank", "1", __file__) == [
         "meshdist run: a job on 2 hosts needs the address of host 0",
         "  where:    --master-addr",
-        "  expected: a name or address by which every host reaches host 0",
+        "  expected: a name or address of host 0 that every host can reach",
         "  found:    nothing",
         "  fix:      meshdist run --nnodes 2 --node-rank 1 --master-addr HOST0 -n 4 script.py",
     ]
 
 
 def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = refused(capsys, "-m", "--no-python", "x")
-    assert lines[0] == "meshdist run: -m and --no-python exclude each other"
-    assert lines[-1] == "  fix:      leave one out"
+    lines = rejected(capsys, "-m", "--no-python", "x")
+    assert lines[0] == "meshdist run: -m and --no-python cannot be combined"
+    assert lines[-1] == "  fix:      remove one of them"
 
 
 @pytest.mark.parametrize(
@@ -83,11 +85,13 @@ def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
         (("--node-rank", "one"), "argument --node-rank/--node_rank: invalid int value"),
         (
             ("--shutdown-timeout=inf", "x.py"),
-            "argument --shutdown-timeout/--shutdown_timeout: 'inf' is no number of seconds",
+            "argument --shutdown-timeout/--shutdown_timeout: must be a number of seconds "
+            "between 0 and 1,000,000, not 'inf'",
         ),
         (
             ("--shutdown-timeout=soon", "x.py"),
-            "argument --shutdown-timeout/--shutdown_timeout: 'soon' is no number of seconds",
+            "argument --shutdown-timeout/--shutdown_timeout: must be a number of seconds "
+            "between 0 and 1,000,000, not 'soon'",
         ),
         (("--bogus", "x.py"), "unrecognized arguments: --bogus"),
         (("--nproc-per", "2", "x.py"), "unrecognized arguments: --nproc-per"),
@@ -96,7 +100,7 @@ def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
 def test_arguments_that_do_not_exist(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], summary: str
 ) -> None:
-    lines = refused(capsys, *words)
+    lines = rejected(capsys, *words)
     assert lines[0].startswith(f"meshdist run: {summary}")
     assert lines[1].startswith("  expected: meshdist run [-n N]")
-    assert lines[2] == "  fix:      meshdist run --help tells more"
+    assert lines[2] == "  fix:      run `meshdist run --help` for all options"

@@ -48,9 +48,9 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fly", "-n", "2"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "meshdist: there is no command 'fly'",
+        "meshdist: unknown command 'fly'",
         f"  expected: one of: {', '.join(COMMANDS)}",
-        "  fix:      meshdist --help lists them",
+        "  fix:      run `meshdist --help` for the commands",
     ]
 
 

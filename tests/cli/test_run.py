@@ -185,7 +185,7 @@ def test_the_failing_ranks_traceback_comes_last_with_its_exit_code(script: Scrip
     assert before[0].count("rank goes, too") == 2
     assert before[0].count("noise of rank") == 3
     header, _, tail = again.partition("\n")
-    assert header.endswith("stopped 2 other rank(s) of this host. The end of its stderr:")
+    assert header.endswith("stopped 2 other rank(s) on this host. The end of its stderr:")
     assert "failed with exit code 1" in header
     assert tail.splitlines()[0] == "Traceback (most recent call last):"
     assert tail.splitlines()[-1] == "ValueError: rank one is unwell"
@@ -300,7 +300,7 @@ def test_a_signal_to_the_launcher_ends_all(
         _, errors = job.communicate(timeout=20)
         how = "interrupted" if number == signal.SIGINT else number.name
         line, *reports = [line for line in errors.splitlines() if line.startswith("meshdist:")]
-        assert line.startswith(f"meshdist: {how}; ending 2 rank(s) of this host")
+        assert line.startswith(f"meshdist: {how}; stopping 2 rank(s) on this host")
         assert all(line.endswith(" reported:") for line in reports)  # of a child that still starts
         assert job.returncode == code
         assert alive(pids) == []
@@ -314,7 +314,7 @@ def test_it_says_which_rank_it_killed(script: Script) -> None:
         numbers(job, 2)
         job.send_signal(signal.SIGTERM)
         _, errors = job.communicate(timeout=20)
-    wanted = "meshdist: killed rank 1, still running after the signal; --shutdown-timeout gives"
+    wanted = "meshdist: killed rank 1, still running after the signal; pass a longer"
     assert wanted in errors
     assert "rank 0" not in errors
 
@@ -370,7 +370,7 @@ def test_rank_0_inherits_the_socket_of_the_master_port(script: Script) -> None:
     assert said(run("-n", 2, path)) == [["hello"]]
 
 
-def test_the_port_refuses_connections_when_rank_0_has_gone(script: Script) -> None:
+def test_the_port_rejects_connections_when_rank_0_has_gone(script: Script) -> None:
     path = script(
         "import socket\n"
         "def is_open():\n"
@@ -472,13 +472,16 @@ def test_mpiexecs_exit_code_is_the_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "summary"),
     [
-        (["--nnodes", 2], "mpiexec places its ranks, finds their hosts and shows their output"),
-        (["--log-dir", "x"], "mpiexec places its ranks, finds their hosts and shows their output"),
-        (["--prefix"], "mpiexec places its ranks, finds their hosts and shows their output"),
+        (["--nnodes", 2], "with --launcher mpi, mpiexec controls the placement, hosts and output"),
+        (
+            ["--log-dir", "x"],
+            "with --launcher mpi, mpiexec controls the placement, hosts and output",
+        ),
+        (["--prefix"], "with --launcher mpi, mpiexec controls the placement, hosts and output"),
         (["-n", 0], "cannot start 0 processes"),
     ],
 )
-def test_what_mpiexec_does_by_itself_is_refused(
+def test_what_mpiexec_does_by_itself_is_rejected(
     tmp_path: Path, words: list[object], summary: str
 ) -> None:
     done = run_by_mpi(tmp_path, *words, "SCRIPT")
@@ -499,8 +502,8 @@ def test_arguments_for_mpiexec_without_it(tmp_path: Path) -> None:
     done = run("--mpi-args=--bind-to core", "script.py")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "meshdist run: --mpi-args are for mpiexec, which this command does not start",
-        "  fix:      add --launcher mpi, or leave --mpi-args out",
+        "meshdist run: --mpi-args requires --launcher mpi",
+        "  fix:      add --launcher mpi, or remove --mpi-args",
     ]
 
 
@@ -510,7 +513,7 @@ def test_an_open_quotation_in_the_arguments_for_mpiexec(
     path = script("pass")
     assert run_command.main(["--launcher", "mpi", "--mpi-args=--host 'a", str(path)]) == 2
     told = capsys.readouterr().err
-    assert "meshdist run: --mpi-args cannot be read: No closing quotation" in told
+    assert "meshdist run: cannot parse --mpi-args: No closing quotation" in told
     assert "  found:    --host 'a" in told
 
 
@@ -520,10 +523,10 @@ def test_without_an_mpiexec(
     monkeypatch.setattr(run_command, "find_mpiexec", lambda: None)
     assert run_command.main(["--launcher", "mpi", "-n", "2", script("")]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "meshdist run: there is no mpiexec",
-        f"  where:    beside {sys.executable}, and on the PATH",
-        "  expected: that of Open MPI or of MPICH",
-        '  fix:      pip install "meshdist[mpi]", which brings Open MPI',
+        "meshdist run: mpiexec was not found",
+        f"  where:    next to {sys.executable}, and on the PATH",
+        "  expected: mpiexec of Open MPI or MPICH",
+        '  fix:      pip install "meshdist[mpi]", which installs Open MPI',
     ]
 
 
@@ -544,7 +547,8 @@ def test_ctrl_c_shows_tracebacks_of_ranks_without_a_world_once(script: Script) -
         _, errors = job.communicate(timeout=20)
     first, title, *report = errors.splitlines()
     assert first == (
-        "meshdist: interrupted; ending 3 rank(s) of this host (Ctrl-C again kills them at once)"
+        "meshdist: interrupted; stopping 3 rank(s) on this host (press Ctrl-C again to kill "
+        "them immediately)"
     )
     assert title == "meshdist: ranks 0-2 reported:"
     assert report[0] == "Traceback (most recent call last):"
@@ -562,10 +566,10 @@ def test_the_output_of_chosen_ranks_is_shown(script: Script) -> None:
 @pytest.mark.parametrize(
     ("flag", "summary"),
     [
-        ("--ranks=0-3", "'0-3' names no ranks"),
-        ("--terminal=first", "'first' is no rank"),
-        ("--ranks=0,4", "there is no rank 4 among 4"),
-        ("--terminal=4", "there is no rank 4 among 4"),
+        ("--ranks=0-3", "'0-3' is not a list of ranks"),
+        ("--terminal=first", "'first' is not a rank"),
+        ("--ranks=0,4", "rank 4 does not exist in a job of 4 rank(s)"),
+        ("--terminal=4", "rank 4 does not exist in a job of 4 rank(s)"),
     ],
 )
 def test_wrong_ranks(

@@ -128,33 +128,47 @@ def test_numbers_of_processes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError) as caught:
         number_of_processes("gpu")
     assert str(caught.value).splitlines() == [
-        "there is no gpu on this host that torch can use",
+        "torch cannot use any gpu on this host",
         "  where:    --nproc-per-node, or -n",
         "  expected: a number, or cpu, gpu, xpu (or torch's name of another accelerator), or auto",
-        "  fix:      -n auto starts a process for each core where there is no accelerator",
+        "  fix:      pass a number, or -n auto, which starts one process per core without "
+        "accelerators",
     ]
     for word in ("many", "2.0", "²", ""):
         with pytest.raises(LaunchError) as caught:
             number_of_processes(word)
-        assert caught.value.summary == f"{word!r} is no number of processes"
+        assert caught.value.summary == f"{word!r} is not a number of processes"
 
 
+SIGNALS = "pass for example --signals-to-handle SIGTERM,SIGINT,SIGUSR1"
 REFUSED = [
     (
         "--standalone --nnodes=2",
-        "--standalone is for one host, and --nnodes is 2",
-        "leave one of them out",
+        "--standalone cannot be combined with --nnodes 2",
+        "remove one of them",
     ),
-    ("-r4", "'4' names no streams", None),
-    ("--tee=0:1,x", "'0:1,x' names no streams", None),
-    ("--local-ranks-filter=0,,1", "'0,,1' names no local ranks", None),
-    ("--signals-to-handle=SIGKILL", "'SIGKILL' is no signal that a program can handle", None),
-    ("--signals-to-handle=TERM", "'TERM' is no signal that a program can handle", None),
+    (
+        "-r4",
+        "'4' is not a choice of streams",
+        "pass for example --redirects 3, or --redirects 0:3,1:2",
+    ),
+    (
+        "--tee=0:1,x",
+        "'0:1,x' is not a choice of streams",
+        "pass for example --tee 3, or --tee 0:3,1:2",
+    ),
+    (
+        "--local-ranks-filter=0,,1",
+        "'0,,1' is not a list of local ranks",
+        "pass for example --local-ranks-filter 0,2",
+    ),
+    ("--signals-to-handle=SIGKILL", "'SIGKILL' is not a signal that a program can handle", SIGNALS),
+    ("--signals-to-handle=TERM", "'TERM' is not a signal that a program can handle", SIGNALS),
 ]
 
 
 @pytest.mark.parametrize(("words", "summary", "fix"), REFUSED)
-def test_a_wrong_value_is_explained(words: str, summary: str, fix: str | None) -> None:
+def test_a_wrong_value_is_explained(words: str, summary: str, fix: str) -> None:
     with pytest.raises(LaunchError) as caught:
         settings_of(*words.split())
     assert (caught.value.summary, caught.value.fix) == (summary, fix)
@@ -180,7 +194,7 @@ def test_a_flag_of_torchrun_that_is_not_supported_is_named(
         f"meshdist run: this launcher does not support torchrun's {name}",
         "  expected: -n, and with several hosts --nnodes, --node-rank, --master-addr, "
         "--master-port; see --help",
-        "  fix:      leave it out, or start the program with torchrun: it runs there unchanged",
+        "  fix:      remove it, or start the program with torchrun, where it runs unchanged",
     ]
 
 
@@ -199,7 +213,7 @@ def test_another_wrong_flag_is_named(
     first, expected, fix = capsys.readouterr().err.splitlines()
     assert first == f"meshdist run: {found}"
     assert expected.startswith("  expected: meshdist run [-n N] [options] script.py ...")
-    assert fix == "  fix:      meshdist run --help tells more"
+    assert fix == "  fix:      run `meshdist run --help` for all options"
 
 
 # -- launches ------------------------------------------------------------------------------------
@@ -227,7 +241,7 @@ def test_log_dir_keeps_the_output_in_torchruns_layout(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", 2, "--log-dir", logs, "SCRIPT", "RANK")
     (folder,) = logs.glob("none_*/attempt_0")
     first, *errors = done.stderr.splitlines()
-    assert first == f"meshdist: the ranks' output goes to {folder}"
+    assert first == f"meshdist: writing the ranks' output to {folder}"
     assert (done.returncode, sorted(errors)) == (0, ["err 0", "err 1"])
     assert sorted(done.stdout.splitlines()) == ['["0"]', '["1"]', "out 0", "out 1"]
     found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.log")}

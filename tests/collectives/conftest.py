@@ -1,4 +1,4 @@
-"""What the verbs' tests share."""
+"""What the collectives' tests share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import meshdist as md
 
 @pytest.fixture(params=["simulated", "gloo"])
 def on_ranks(request: pytest.FixtureRequest):
-    """Runs ``fn(*args)`` on ``size`` ranks over one wire and returns the results by rank."""
+    """Runs ``fn(*args)`` on ``size`` ranks over one backend and returns the results by rank."""
     if request.param == "simulated":
         return lambda fn, size, *args: md.simulate(fn, size, args=args)
     pool = request.getfixturevalue("pool")

@@ -105,7 +105,7 @@ def test_on_a_mesh_axis_with_arrays_of_numpy(on_ranks) -> None:
         assert received == f"P2POp(irecv, (2, 2) int64, {ends}, {rest}"
 
 
-def refused() -> list[str]:
+def rejected() -> list[str]:
     x = torch.ones(2)
     pair = md.new_group([0, 1])
     send = md.P2POp(md.isend, x, 0)
@@ -133,31 +133,37 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_is_no_batch_is_refused(on_ranks) -> None:
-    for found in on_ranks(refused, 2):
+def test_what_is_no_batch_is_rejected(on_ranks) -> None:
+    for found in on_ranks(rejected, 2):
         assert found == [
-            "P2POp takes isend or irecv alone\n"
+            "P2POp accepts only isend or irecv\n"
             "  expected: meshdist.distributed.isend or meshdist.distributed.irecv\n"
-            "  found:    torch.distributed.distributed_c10d.isend",
-            "P2POp takes isend or irecv alone\n"
+            "  found:    torch.distributed.distributed_c10d.isend\n"
+            "  fix:      pass dist.isend or dist.irecv as op",
+            "P2POp accepts only isend or irecv\n"
             "  expected: meshdist.distributed.isend or meshdist.distributed.irecv\n"
-            "  found:    meshdist.collectives.point_to_point.send",
-            "P2POp needs peer or group_peer\n  fix:      name the global rank: peer=0, or the "
-            "rank in the group: group_peer=0",
-            "P2POp has both peer and group_peer\n  found:    peer=0, group_peer=0\n"
-            "  fix:      give peer (a global rank) or group_peer (a rank in the group)",
-            "batch_isend_irecv takes a list of at least one P2POp\n  found:    an empty list",
-            "batch_isend_irecv takes a list of at least one P2POp\n  found:    P2POp",
-            "batch_isend_irecv takes a list of P2POp alone\n  found:    Tensor at place 1\n"
-            "  fix:      make each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
-            "batch_isend_irecv has operations of different groups\n"
+            "  found:    meshdist.collectives.point_to_point.send\n"
+            "  fix:      pass dist.isend or dist.irecv as op",
+            "P2POp needs peer or group_peer\n  fix:      pass a global rank, peer=0, or a rank in "
+            "the group, group_peer=0",
+            "P2POp got both peer and group_peer\n  found:    peer=0, group_peer=0\n"
+            "  fix:      pass either peer (a global rank) or group_peer (a rank in the group)",
+            "batch_isend_irecv needs a list of at least one P2POp\n  found:    an empty list\n"
+            "  fix:      pass for example [P2POp(isend, x, 1)], or skip the call if there is no "
+            "message",
+            "batch_isend_irecv needs a list of at least one P2POp\n  found:    P2POp\n"
+            "  fix:      pass for example [P2POp(isend, x, 1)], or skip the call if there is no "
+            "message",
+            "batch_isend_irecv accepts only a list of P2POp\n  found:    Tensor at index 1\n"
+            "  fix:      create each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
+            "batch_isend_irecv cannot use operations of different groups\n"
             "  found:    the world and group of ranks 0-1\n"
-            "  fix:      make one batch for each group",
+            "  fix:      call batch_isend_irecv once for each group",
             f"isend: tag is -1\n  expected: 0 to {(1 << 30) - 3}",
         ]
 
 
-def test_two_wires_in_one_batch_are_refused() -> None:
+def test_two_backends_in_one_batch_are_rejected() -> None:
     def program() -> str:
         group = md.ProcessGroup(
             get_world(),
@@ -179,9 +185,9 @@ def test_two_wires_in_one_batch_are_refused() -> None:
     assert (
         md.simulate(program, 2)
         == [
-            "batch_isend_irecv has tensors that travel over different wires\n"
+            "batch_isend_irecv cannot send tensors over different backends\n"
             "  where:    both\n  found:    cpu over simulated, meta over nccl\n"
-            "  fix:      make one batch for each device type"
+            "  fix:      call batch_isend_irecv once for each device type"
         ]
         * 2
     )
@@ -199,7 +205,7 @@ def test_a_misfit_in_a_batch_is_one_error_on_both_sides(pool: Pool) -> None:
 
     for outcome in pool.outcomes(program, 2):
         assert isinstance(outcome, Failure)
-        assert isinstance(outcome.exception, md.AgreementError)
+        assert isinstance(outcome.exception, md.MismatchError)
         text = str(outcome.exception)
         assert "rank 0: isend((2,) float32, to rank 1) at " in text
         assert "rank 1: irecv((3,) float32, from rank 0) at " in text

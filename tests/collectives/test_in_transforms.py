@@ -13,9 +13,9 @@ from torch.func import grad, jacfwd, jacrev, vjp, vmap
 import meshdist as md
 import meshdist.distributed as dist
 from meshdist.errors import GradientError, KindError
+from tests.operations.cases import BACKENDS as WORLDS
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import on_torch
-from tests.verbs.cases import WIRES
 
 BACKENDS = [
     "simulated",
@@ -25,10 +25,10 @@ BACKENDS = [
     pytest.param("two hosts", marks=pytest.mark.soak),
 ]
 
-Verb = Callable[[torch.Tensor], Any]
+OperationSpec = Callable[[torch.Tensor], Any]
 
 
-def verbs() -> dict[str, Verb]:
+def operations() -> dict[str, OperationSpec]:
     size, rank = md.get_world_size(), md.get_rank()
     return {
         "all_reduce": md.all_reduce,
@@ -50,16 +50,16 @@ def verbs() -> dict[str, Verb]:
     }
 
 
-def in_place(verb: Verb) -> Verb:
+def in_place(operation: OperationSpec) -> OperationSpec:
     def call(x: torch.Tensor) -> torch.Tensor:
         x = x * 2
-        verb(x)
+        operation(x)
         return x
 
     return call
 
 
-def transformed(f: Verb, *, is_forward: bool) -> dict[str, Callable[[torch.Tensor], Any]]:
+def transformed(f: OperationSpec, *, is_forward: bool) -> dict[str, Callable[[torch.Tensor], Any]]:
     found = {
         "grad": grad(lambda x: f(x).sum()),
         "jacrev": jacrev(f),
@@ -70,20 +70,20 @@ def transformed(f: Verb, *, is_forward: bool) -> dict[str, Callable[[torch.Tenso
     return {**found, "jacfwd": jacfwd(f)} if is_forward else found
 
 
-def refused(*, is_forward: bool) -> list[str]:
+def rejected(*, is_forward: bool) -> list[str]:
     """Return the calls that raise anything but the error that is expected."""
     wrong = []
-    for verb, call in verbs().items():
+    for operation, call in operations().items():
         for name, run in transformed(in_place(call), is_forward=is_forward).items():
             try:
                 run(torch.arange(4.0))
-                wrong.append(f"{name} of {verb} raises nothing")
+                wrong.append(f"{name} of {operation} raises nothing")
             except (KindError, GradientError) as error:
-                wanted = f"torch.func cannot transform {verb}, which works in place"
+                wanted = f"torch.func cannot transform {operation}, which works in place"
                 if isinstance(error, GradientError) and name == "jacfwd":
-                    wanted = f"{verb} has no forward derivative"
+                    wanted = f"{operation} has no forward derivative"
                 if not str(error).startswith(wanted) or "meshdist.lax" not in str(error):
-                    wrong.append(f"{name} of {verb}: {error}")
+                    wrong.append(f"{name} of {operation}: {error}")
     total = torch.ones(1)
     md.all_reduce(total)  # the group can still be used
     return wrong + ["the group"] * (total.item() != md.get_world_size())
@@ -93,9 +93,9 @@ def refused(*, is_forward: bool) -> list[str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_collectives_in_place_name_the_alternative(backend: str, size: int, pool: Pool) -> None:
     def program() -> list[str]:
-        return refused(is_forward=False)
+        return rejected(is_forward=False)
 
-    assert WIRES[backend](pool, program, size) == [[]] * size
+    assert WORLDS[backend](pool, program, size) == [[]] * size
 
 
 def objects() -> list[str]:
@@ -123,16 +123,16 @@ def objects() -> list[str]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_objects_travel_inside_transforms(backend: str, size: int, pool: Pool) -> None:
-    assert WIRES[backend](pool, objects, size) == [[]] * size
+    assert WORLDS[backend](pool, objects, size) == [[]] * size
 
 
 def test_in_forward_mode(pool: Pool) -> None:
     def program() -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates what its forward mode compiles by
-            return refused(is_forward=True)
+            return rejected(is_forward=True)
 
-    assert WIRES["shm"](pool, program, 2) == [[]] * 2
+    assert WORLDS["shm"](pool, program, 2) == [[]] * 2
 
 
 def test_the_text() -> None:
@@ -146,9 +146,9 @@ def test_the_text() -> None:
         == [
             "torch.func cannot transform all_reduce, which works in place\n"
             "  where:    argument tensor of all_reduce, shape (2,), float32\n"
-            "  expected: a tensor that grad, vmap, jacrev and the like have not wrapped\n"
-            "  fix:      call a function of meshdist.lax that returns its result, as "
-            "psum(x, axis, mesh=mesh) for all_reduce"
+            "  expected: a tensor that no transform of torch.func has wrapped\n"
+            "  fix:      call a function of meshdist.lax that returns its result, for example "
+            "psum(x, axis, mesh=mesh) instead of all_reduce"
         ]
         * 2
     )

@@ -21,13 +21,13 @@ def ends(x: torch.Tensor) -> list[int]:
 
 
 def every_call() -> dict[str, Any]:
-    """Return for each verb the ends of what it wrote on this of two ranks."""
+    """Return for each collective the ends of what it wrote on this of two ranks."""
     rank, found = md.get_rank(), {}
     whole, part = torch.empty(WHOLE, dtype=torch.uint8), torch.empty(PART, dtype=torch.uint8)
     halves = list(whole.view(2, -1).unbind())
 
-    def note(verb: str, x: torch.Tensor) -> None:
-        found[verb] = ends(x)
+    def note(operation: str, x: torch.Tensor) -> None:
+        found[operation] = ends(x)
 
     md.broadcast(whole.fill_(rank + 3), 1)
     note("broadcast", whole)

@@ -42,7 +42,7 @@ def negated(x: torch.Tensor) -> torch.Tensor:
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "row-major": lambda x: x.clone(),
-    "channels-last": lambda x: x.clone(memory_format=torch.channels_last),
+    "device_groups-last": lambda x: x.clone(memory_format=torch.channels_last),
     "reversed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
     "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
     "a parameter": lambda x: torch.nn.Parameter(
@@ -56,7 +56,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "NumPy, transposed": lambda x: x.numpy().transpose(1, 0, 3, 2).copy().transpose(1, 0, 3, 2),
 }
 SPECIAL = {"conjugated": conjugated, "negated": negated}
-PLAIN = ("row-major", "channels-last", "reversed", "transposed")
+PLAIN = ("row-major", "device_groups-last", "reversed", "transposed")
 LOOPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -69,7 +69,7 @@ LOOPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 Case = tuple[str, str, torch.dtype, tuple[str, ...], tuple[int, ...], bool]
-"""Verb, op, dtype, the layout of each member, shape, and whether it is async."""
+"""Collective, op, dtype, the layout of each member, shape, and whether it is async."""
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -89,22 +89,22 @@ def as_row_major(x: Any) -> torch.Tensor:
 
 
 def is_wrong(group: Any, case: Case) -> bool:
-    verb, op, dtype, layouts, shape, is_async = case
+    operation, op, dtype, layouts, shape, is_async = case
     rank, size = md.get_rank(), md.get_world_size()
     mine = values(rank, shape, dtype)
     made = {**LAYOUTS, **SPECIAL}
     x = made[layouts[rank % len(layouts)]](mine)
     root = size - 1
     kind = getattr(md.ReduceOp, op)
-    expected = [mine if verb == "broadcast" else reduced(op, size, shape, dtype)]
+    expected = [mine if operation == "broadcast" else reduced(op, size, shape, dtype)]
     written = [x]
-    if verb == "all_reduce":
+    if operation == "all_reduce":
         work = md.all_reduce(x, kind, group, is_async)
-    elif verb == "all_reduce_coalesced":
+    elif operation == "all_reduce_coalesced":
         y = made[layouts[(rank + 1) % len(layouts)]](mine)
         written, expected = [x, y], expected * 2
         work = md.all_reduce_coalesced(written, kind, group, is_async)
-    elif verb == "reduce":
+    elif operation == "reduce":
         work = md.reduce(x, root, kind, group, is_async)
         expected = expected if rank == root else [mine]
     else:
@@ -119,8 +119,8 @@ def is_wrong(group: Any, case: Case) -> bool:
     )
 
 
-def wrong_cases(cases: list[Case], wire: str | None) -> list[Case]:
-    group = md.group.WORLD if wire is None else md.new_group(backend=wire)
+def wrong_cases(cases: list[Case], backend: str | None) -> list[Case]:
+    group = md.group.WORLD if backend is None else md.new_group(backend=backend)
     with torch.no_grad():
         return [case for case in cases if is_wrong(group, case)]
 
@@ -135,23 +135,25 @@ def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
 
 def all_cases() -> list[Case]:
     cases: list[Case] = []
-    mixes = [*itertools.product(PLAIN, PLAIN), ("reversed", "channels-last", "row-major")]
-    mixes += [(one, two) for one in LAYOUTS if one not in PLAIN for two in ("channels-last", one)]
-    verbs = ("all_reduce", "reduce", "broadcast", "all_reduce_coalesced")
-    for number, (mix, verb) in enumerate(itertools.product(mixes, verbs)):
+    mixes = [*itertools.product(PLAIN, PLAIN), ("reversed", "device_groups-last", "row-major")]
+    mixes += [
+        (one, two) for one in LAYOUTS if one not in PLAIN for two in ("device_groups-last", one)
+    ]
+    operations = ("all_reduce", "reduce", "broadcast", "all_reduce_coalesced")
+    for number, (mix, operation) in enumerate(itertools.product(mixes, operations)):
         dtype = (torch.float32, torch.int64)[number % 2]
-        cases.append((verb, "SUM", dtype, mix, SHAPE, number % 3 == 0))
-        cases.append((verb, "MAX", dtype, mix, SMALL, number % 3 == 1))
+        cases.append((operation, "SUM", dtype, mix, SHAPE, number % 3 == 0))
+        cases.append((operation, "MAX", dtype, mix, SMALL, number % 3 == 1))
     others = (torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64)
-    pairs = (("channels-last", "channels-last"), ("reversed", "row-major"))
+    pairs = (("device_groups-last", "device_groups-last"), ("reversed", "row-major"))
     for dtype, pair in itertools.product(others, pairs):
-        for verb, op in itertools.product(verbs, ops_of(dtype)):
+        for operation, op in itertools.product(operations, ops_of(dtype)):
             if dtype == torch.bool and op in ("SUM", "PRODUCT", "MIN", "MAX"):
                 continue  # the loops above do not have them
-            cases.append((verb, op, dtype, pair, SHAPE, op == "MIN"))
+            cases.append((operation, op, dtype, pair, SHAPE, op == "MIN"))
     lazy = ((torch.complex64, "conjugated"), (torch.float32, "negated"))
-    for (dtype, one), verb in itertools.product(lazy, verbs):
-        cases += [(verb, "SUM", dtype, (one, two), SHAPE, False) for two in (one, "reversed")]
+    for (dtype, one), operation in itertools.product(lazy, operations):
+        cases += [(operation, "SUM", dtype, (one, two), SHAPE, False) for two in (one, "reversed")]
     for dtype, pair in itertools.product((torch.float8_e5m2, torch.uint16, torch.bool), pairs):
         cases.append(("broadcast", "SUM", dtype, pair, SHAPE, False))
     return cases
@@ -161,9 +163,9 @@ CASES = all_cases()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_every_layout_matches_a_loop(pool: Pool, wire: str, size: int) -> None:
-    assert pool.run(wrong_cases, size, CASES, wire) == [[]] * size
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_every_layout_matches_a_loop(pool: Pool, backend: str, size: int) -> None:
+    assert pool.run(wrong_cases, size, CASES, backend) == [[]] * size
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -171,9 +173,9 @@ def test_every_layout_matches_a_loop_on_simulated_ranks(size: int) -> None:
     assert md.simulate(wrong_cases, size, args=(CASES, None)) == [[]] * size
 
 
-@pytest.mark.parametrize("wire", ["gloo"])
-def test_layouts_may_differ_between_hosts(pool: Pool, wire: str) -> None:
-    assert pool.run(wrong_cases, 3, CASES[::3], wire, hosts="ABA") == [[]] * 3
+@pytest.mark.parametrize("backend", ["gloo"])
+def test_layouts_may_differ_between_hosts(pool: Pool, backend: str) -> None:
+    assert pool.run(wrong_cases, 3, CASES[::3], backend, hosts="ABA") == [[]] * 3
 
 
 @pytest.mark.soak
@@ -182,38 +184,40 @@ def test_every_layout_matches_a_loop_over_mpi(pool: Pool) -> None:
     assert job_of(pool, 3).run_in_world(wrong_cases, CASES[::2], None) == [[]] * 3
 
 
-def handed_over(verb: str, wire: str, layouts: tuple[str, ...], **options: Any) -> list[bool]:
+def handed_over(
+    operation: str, backend: str, layouts: tuple[str, ...], **options: Any
+) -> list[bool]:
     """For each tensor that the communicator is given, whether it lies in the caller's memory."""
-    group = md.new_group(backend=wire)
+    group = md.new_group(backend=backend)
     x = LAYOUTS[layouts[md.get_rank()]](values(md.get_rank(), SHAPE, torch.float32))
-    communicator, found = group.open_channel("cpu").communicator, []
+    communicator, found = group.open_device_group("cpu").communicator, []
     carry_out = communicator.start
 
     def note(prepared: Any) -> Any:
-        if prepared.verb:  # else it compares calls between hosts
+        if prepared.operation:  # else it compares calls between hosts
             found.extend(one.data_ptr() == x.data_ptr() for one in prepared.outputs)
         return carry_out(prepared)
 
     communicator.start = note  # type: ignore[method-assign]
-    if verb in ("broadcast", "reduce"):
-        options["group_src" if verb == "broadcast" else "group_dst"] = 0
-    given = [x] if verb == "all_reduce_coalesced" else x
-    work = getattr(md, verb)(given, group=group, **options)
+    if operation in ("broadcast", "reduce"):
+        options["group_src" if operation == "broadcast" else "group_dst"] = 0
+    given = [x] if operation == "all_reduce_coalesced" else x
+    work = getattr(md, operation)(given, group=group, **options)
     if work is not None:
         work.wait()
     return found
 
 
-@pytest.mark.parametrize("verb", ["all_reduce", "reduce", "broadcast", "all_reduce_coalesced"])
-def test_tensors_of_one_layout_are_not_copied(pool: Pool, verb: str) -> None:
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce", "broadcast", "all_reduce_coalesced"])
+def test_tensors_of_one_layout_are_not_copied(pool: Pool, operation: str) -> None:
     alike = ("reversed", "reversed")
-    assert pool.run(handed_over, 2, verb, "shm", alike) == [[True], [True]]
-    assert pool.run(handed_over, 2, verb, "shm", ("with gaps", "reversed"))[0] == [False]
+    assert pool.run(handed_over, 2, operation, "shm", alike) == [[True], [True]]
+    assert pool.run(handed_over, 2, operation, "shm", ("with gaps", "reversed"))[0] == [False]
 
 
 def test_what_is_copied_where_layouts_differ_or_are_not_compared(pool: Pool) -> None:
     # The core copies, and does all of what is plain.
-    mixed = ("row-major", "channels-last")
+    mixed = ("row-major", "device_groups-last")
     assert pool.run(handed_over, 2, "all_reduce", "shm", mixed) == [[], [True]]
     assert pool.run(handed_over, 2, "all_reduce", "gloo", mixed) == [[True], [False]]
     alike = ("reversed", "reversed")
@@ -222,19 +226,21 @@ def test_what_is_copied_where_layouts_differ_or_are_not_compared(pool: Pool) -> 
     assert found == [[False], [False]]
 
 
-def keeps_what_is_only_read(wire: str, layouts: tuple[str, ...]) -> bool:
+def keeps_what_is_only_read(backend: str, layouts: tuple[str, ...]) -> bool:
     """The array of a member that gets no sum cannot be written."""
     mine = values(md.get_rank(), SHAPE, torch.float32).numpy()
     x = mine.copy(order="F" if layouts[md.get_rank()] == "reversed" else "C")
     x.flags.writeable = md.get_rank() == 0
-    md.reduce(x, 0, group=md.new_group(backend=wire))
+    md.reduce(x, 0, group=md.new_group(backend=backend))
     return np.array_equal(x, mine) == (md.get_rank() == 1)
 
 
 @pytest.mark.parametrize("layouts", list(itertools.product(("reversed", "row-major"), repeat=2)))
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_read_only_arrays_stay_as_they_are(pool: Pool, wire: str, layouts: tuple[str, ...]) -> None:
-    assert pool.run(keeps_what_is_only_read, 2, wire, layouts) == [True, True]
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_read_only_arrays_stay_as_they_are(
+    pool: Pool, backend: str, layouts: tuple[str, ...]
+) -> None:
+    assert pool.run(keeps_what_is_only_read, 2, backend, layouts) == [True, True]
 
 
 class Struck(Exception):
@@ -247,7 +253,7 @@ def raise_struck(*_: object) -> None:
 
 def ends_while_layouts_are_compared(how: str) -> str:
     group = md.new_group(backend="gloo", timeout=timedelta(seconds=1.5 if how == "late" else 20))
-    x = LAYOUTS["channels-last"](values(0, SHAPE, torch.float32))
+    x = LAYOUTS["device_groups-last"](values(0, SHAPE, torch.float32))
     md.all_reduce(x, group=group)
     try:
         if md.get_rank() == 0:
@@ -282,7 +288,7 @@ def test_a_member_that_does_not_come_is_named_at_the_timeout(pool: Pool) -> None
 @pytest.mark.parametrize("how", ["another call", "another layout of another call"])
 def test_other_calls_are_still_told_apart(pool: Pool, how: str) -> None:
     texts = pool.run(ends_while_layouts_are_compared, 2, how)
-    assert [text.partition(":")[0] for text in texts] == ["AgreementError"] * 2
+    assert [text.partition(":")[0] for text in texts] == ["MismatchError"] * 2
     assert all("all_reduce((4, 8, 16, 16) float32, SUM)" in text for text in texts)
 
 

@@ -74,7 +74,7 @@ def test_an_absent_rank_is_named(pool: Pool) -> None:
         r"  found:    rank 1: last call 1 on the world: all_reduce\(\(1,\) float32, SUM\) at "
         r"\S+test_monitored_barrier.py:\d+ in usable"
         r"(; now at \S+test_monitored_barrier.py:\d+ in program)?\n"
-        r"  fix:      look at what these ranks do instead, or raise the timeout",
+        r"  fix:      check why these ranks did not make this call, or pass a longer timeout",
         leader[1],
     )
     assert re.fullmatch(
@@ -83,7 +83,7 @@ def test_an_absent_rank_is_named(pool: Pool) -> None:
         r"  where:    rank 2, call 1 on the world: monitored_barrier\(\) at \S+:\d+ in <lambda>\n"
         r"  expected: the same call on ranks 0, 1, 2\n"
         r"  found:    rank 0: Rank 1 failed to pass monitoredBarrier in 400 ms\n"
-        r"  fix:      look at the error of rank 0, which tells more",
+        r"  fix:      read the error of rank 0, which lists the missing ranks",
         other[1],
     )
     first_alone = pool.run(program, 3, False, {1, 2})[0][1]
@@ -107,19 +107,19 @@ def test_rank_0_is_absent(pool: Pool) -> None:
         return answer
 
     late, one, two = pool.run(program, 3)
-    assert "came to monitoredBarrier when rank" in late[1]
+    assert "reached monitoredBarrier after rank" in late[1]
     assert re.search(
         r"found:    rank [12]: Rank 0 failed to pass monitoredBarrier in 400 ms", late[1]
     )
-    assert "look at what kept rank 0, or raise the timeout" in late[1]
+    assert "check what delayed rank 0, or pass a longer timeout" in late[1]
     for rank, (kind, text) in enumerate((one, two), 1):
         assert kind == "CollectiveTimeoutError"
         assert text.startswith(
             f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
             "for send/recv from rank 0\n"
         )
-        assert "rank 0: runs, and has called no verb" in text
-        assert "fix:      look at what rank 0 does instead, or raise the timeout" in text
+        assert "rank 0: is running and has called no collective" in text
+        assert "fix:      check why rank 0 did not make this call, or pass a longer timeout" in text
 
 
 def test_a_rank_that_comes_too_late_is_told_and_in_step_again(pool: Pool) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_comes_too_late_is_told_and_in_step_again(pool: Pool) -> Non
 
     _, late, _ = pool.run(program, 3)
     assert late[0] == "CollectiveTimeoutError"
-    assert late[1].startswith("rank 1 came to monitoredBarrier when rank 0 had given up\n")
+    assert late[1].startswith("rank 1 reached monitoredBarrier after rank 0 had timed out\n")
     assert "found:    rank 0: Rank 1 failed to pass monitoredBarrier in 400 ms" in late[1]
 
 
@@ -150,7 +150,7 @@ def test_a_rank_that_ended_is_named(pool: Pool) -> None:
     leader, lost = pool.outcomes(program, 2)
     assert isinstance(lost, Failure)
     assert "Rank 1 failed to pass monitoredBarrier in 400 ms" in leader[1]
-    assert "found:    rank 1: gives no answer: it has ended or is stopped" in leader[1]
+    assert "found:    rank 1: does not respond: it has exited or is stopped" in leader[1]
 
 
 def test_a_barrier_against_a_collective_tells_both(pool: Pool) -> None:
@@ -178,8 +178,9 @@ def test_a_collective_against_a_barrier_tells_both(pool: Pool) -> None:
         return text
 
     _, told = pool.run(program, 2)
-    assert "all_reduce on group of ranks 0-1 was not finished within 0.4 s" in told
-    assert "rank 0: did not arrive; last call 1 on the world: monitored_barrier() at" in told
+    assert "all_reduce on group of ranks 0-1 timed out after 0.4 s" in told
+    last = "last call 1 on the world: monitored_barrier() at"
+    assert f"rank 0: did not reach this call; {last}" in told
 
 
 def test_groups_have_barriers_of_their_own(pool: Pool) -> None:
@@ -204,7 +205,7 @@ def test_groups_have_barriers_of_their_own(pool: Pool) -> None:
     zero, one, two, _ = pool.run(program, 4)
     assert "Rank 1 failed" in zero[1]
     assert "call 1 on group of ranks 0-1: monitored_barrier()" in zero[1]
-    assert one[1].startswith("rank 1 came to monitoredBarrier when rank 0 had given up\n")
+    assert one[1].startswith("rank 1 reached monitoredBarrier after rank 0 had timed out\n")
     assert two[1].startswith("Rank 3 failed to pass monitoredBarrier in 400 ms\n")
     assert "axis 'tp' of DeviceMesh(dp=2, tp=2)" in two[1]
 

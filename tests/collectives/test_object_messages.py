@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.collectives.object_rounds import unpack
+from meshdist.collectives.object_protocol import unpack
 from tests.pool import Pool
 
 
@@ -21,10 +21,10 @@ def test_bytes_that_are_no_objects_name_their_sender(numbers: list[int]) -> None
     with pytest.raises(md.BackendError) as caught:
         unpack(data, 3, "broadcast_object_list", target)
     text = str(caught.value)
-    assert "broadcast_object_list: what rank 3 sent is no list of objects" in text
+    assert "broadcast_object_list: the message of rank 3 is not a list of objects" in text
     assert "where:    rank 0, the world" in text
     assert f"found:    {8 * len(numbers)} bytes: " in text
-    assert "fix:      see that both ranks run the same version of meshdist" in text
+    assert "fix:      install the same version of meshdist for both ranks" in text
 
 
 def beside_a_receive_of_any_tag() -> list[Any]:
@@ -47,7 +47,8 @@ def test_objects_pass_by_a_receive_that_waits(on_ranks) -> None:
 
 
 def met_by_another_kind(sends_objects: bool) -> tuple[str, str]:
-    """The error of each side, and of its next verb, where one sends objects and one does not."""
+    """The error of each side, and of its next collective, where one sends objects and one does
+    not."""
     group, rank = md.new_group(), md.get_rank()
     numbers = torch.tensor([1, 2, 3])  # as many as go before a list of objects
     calls = [
@@ -59,7 +60,7 @@ def met_by_another_kind(sends_objects: bool) -> tuple[str, str]:
         try:
             call()
             told.append("")
-        except md.AgreementError as error:
+        except md.MismatchError as error:
             told.append(str(error))
     assert numbers.tolist() == [1, 2, 3]
     return told[0], told[1]
@@ -74,9 +75,10 @@ def test_objects_met_by_another_kind_of_message_are_told_on_both(on_ranks, sends
             if not text:  # simulated sends are done at once
                 assert rank == 0 and not sends_objects and text is first
                 continue
-            assert text.startswith("a message does not fit the tensor that receives it\n")
+            assert text.startswith("message mismatch: a send does not match its receive\n")
             assert (
-                "expected: equal dtype and number of elements on both sides, and objects " in text
+                "expected: the same dtype and number of elements on both sides, and objects "
+                in text
             )
             assert f"found:    rank 0: {sent}" in text and f"rank 1: {taken}" in text
 
@@ -93,8 +95,8 @@ def no_objects() -> str:
 def test_no_list_of_objects_from_any_rank_is_told_by_the_receiver(pool: Pool) -> None:
     # On one host members compare messages before; between hosts the receiver sees what has come.
     assert pool.run(no_objects, 2, hosts="AB")[1] == (
-        "recv_object_list received what is no list of objects from rank 0\n"
-        "  where:    rank 1, the world\n  fix:      let rank 0 call send_object_list"
+        "recv_object_list received a message that is not a list of objects from rank 0\n"
+        "  where:    rank 1, the world\n  fix:      call send_object_list on rank 0"
     )
 
 
@@ -106,14 +108,14 @@ def test_objects_never_pass_for_numbers_over_shared_memory(pool: Pool) -> None:
             lambda: md.send_object_list([1], 1, group),
             lambda: md.recv(numbers, 0, group),
         ]
-        with pytest.raises(md.AgreementError):
+        with pytest.raises(md.MismatchError):
             calls[md.get_rank()]()
         return numbers.tolist()
 
     assert pool.run(program, 2, backend="shm") == [[1, 2, 3]] * 2
 
 
-def test_a_receiver_that_does_not_come_is_told_with_the_verb(pool: Pool) -> None:
+def test_a_receiver_that_does_not_come_is_told_with_the_collective(pool: Pool) -> None:
     def program() -> str:
         group = md.new_group(timeout=timedelta(seconds=1))
         if md.get_rank():
@@ -125,6 +127,6 @@ def test_a_receiver_that_does_not_come_is_told_with_the_verb(pool: Pool) -> None
         return str(caught.value)
 
     text = pool.run(program, 2)[0]
-    assert text.startswith("send_object_list on group of ranks 0-1 was not finished within 1 s")
+    assert text.startswith("send_object_list on group of ranks 0-1 timed out after 1 s")
     assert "rank 0, send_object_list((3,) uint64, to rank 1) on group of ranks 0-1 at " in text
     assert "expected: rank 1 in recv_object_list, with this rank as its peer\n" in text

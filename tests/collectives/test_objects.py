@@ -66,7 +66,7 @@ def every_kind() -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_kind_of_object_by_every_verb(on_ranks, size: int) -> None:
+def test_every_kind_of_object_by_every_collective(on_ranks, size: int) -> None:
     assert on_ranks(every_kind, size) == [[size, 0]] * (size - 1) + [[size, size]]
 
 
@@ -138,7 +138,7 @@ def still_usable() -> bool:
     return found == list(range(md.get_world_size()))
 
 
-def unsendable(verb: str) -> str | None:
+def unsendable(operation: str) -> str | None:
     """Rank 1 of three gives what cannot be pickled; nobody's list may change."""
     rank = md.get_rank()
     bad: Any = Unsendable() if rank == 1 else "good"
@@ -157,9 +157,9 @@ def unsendable(verb: str) -> str | None:
         ),
     }
     text = None
-    if verb != "send_object_list" or rank < 2:
+    if operation != "send_object_list" or rank < 2:
         with pytest.raises(md.KindError) as caught:
-            calls[verb]()
+            calls[operation]()
         assert isinstance(caught.value.__cause__, OSError) == (rank == 1)
         text = str(caught.value)
     assert still_usable()
@@ -168,7 +168,7 @@ def unsendable(verb: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "entry"),
+    ("operation", "entry"),
     [
         ("all_gather_object", "obj"),
         ("gather_object", "obj"),
@@ -177,15 +177,17 @@ def unsendable(verb: str) -> str | None:
         ("send_object_list", "object_list[1]"),
     ],
 )
-def test_what_cannot_be_pickled_is_one_error_everywhere(on_ranks, verb: str, entry: str) -> None:
+def test_what_cannot_be_pickled_is_one_error_everywhere(
+    on_ranks, operation: str, entry: str
+) -> None:
     expected = (
-        f"{verb}: an object of rank 1 cannot be pickled\n"
-        "  expected: objects that pickle takes; nothing was sent\n"
+        f"{operation}: an object of rank 1 cannot be pickled\n"
+        "  expected: objects that pickle supports; nothing was sent\n"
         f"  found:    rank 1: {entry} of type Unsendable: OSError: no pickling\n"
-        "  fix:      send plain data, and classes and functions that stand at the top of a module"
+        "  fix:      send plain data, or classes and functions defined at the top level of a module"
     )
-    everyones = on_ranks(unsendable, 3, verb)
-    assert everyones == [expected, expected, None if verb == "send_object_list" else expected]
+    everyones = on_ranks(unsendable, 3, operation)
+    assert everyones == [expected, expected, None if operation == "send_object_list" else expected]
 
 
 def several_unsendable() -> str:
@@ -201,7 +203,7 @@ def test_all_ranks_that_cannot_pickle_are_named(on_ranks) -> None:
         assert "obj of type function: " in text
 
 
-def unwelcome(verb: str) -> str | None:
+def unwelcome(operation: str) -> str | None:
     """What rank 0 sends cannot be unpickled on rank 1, the last of two."""
     rank = md.get_rank()
     bad = Unwelcome()
@@ -218,18 +220,18 @@ def unwelcome(verb: str) -> str | None:
     text = None
     if rank:
         with pytest.raises(md.BackendError) as caught:
-            calls[verb]()
+            calls[operation]()
         assert isinstance(caught.value.__cause__, KeyError)
         text = str(caught.value)
         assert mine == ["?", "?"]
     else:
-        calls[verb]()
+        calls[operation]()
     assert still_usable()
     return text
 
 
 @pytest.mark.parametrize(
-    ("verb", "what"),
+    ("operation", "what"),
     [
         ("all_gather_object", "the object"),
         ("gather_object", "the object"),
@@ -238,13 +240,15 @@ def unwelcome(verb: str) -> str | None:
         ("recv_object_list", "object 1"),
     ],
 )
-def test_what_cannot_be_unpickled_raises_where_it_arrives(on_ranks, verb: str, what: str) -> None:
-    assert on_ranks(unwelcome, 2, verb) == [
+def test_what_cannot_be_unpickled_raises_where_it_arrives(
+    on_ranks, operation: str, what: str
+) -> None:
+    assert on_ranks(unwelcome, 2, operation) == [
         None,
-        f"{verb}: {what} that rank 0 sent cannot be unpickled\n"
+        f"{operation}: {what} that rank 0 sent cannot be unpickled\n"
         "  where:    rank 1, the world\n"
         "  found:    KeyError: 'not here'\n"
-        "  fix:      see that both ranks run the same program, and can import the same modules",
+        "  fix:      run the same program on both ranks, with the same modules installed",
     ]
 
 
@@ -263,7 +267,7 @@ def test_of_a_longer_list_the_first_entries_are_replaced(on_ranks: Any) -> None:
     assert on_ranks(program, 3) == [[whole, whole], [whole, none], [whole, none]]
 
 
-def other_length(verb: str) -> str | None:
+def other_length(operation: str) -> str | None:
     rank = md.get_rank()
     mine: list[Any] = ["?"] * (3 if rank == 0 else 2)
     calls = {
@@ -273,9 +277,9 @@ def other_length(verb: str) -> str | None:
         ),
     }
     text = None
-    if verb != "send_object_list" or rank < 2:
-        with pytest.raises(md.AgreementError) as caught:
-            calls[verb]()
+    if operation != "send_object_list" or rank < 2:
+        with pytest.raises(md.MismatchError) as caught:
+            calls[operation]()
         text = str(caught.value)
     assert still_usable()
     assert mine == ["?"] * (3 if rank == 0 else 2)
@@ -283,28 +287,28 @@ def other_length(verb: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "lengths"),
+    ("operation", "lengths"),
     [
         ("broadcast_object_list", "rank 0: 3 entries\n            ranks 1-2: 2 entries"),
-        ("send_object_list", "rank 0 sends 3 entries\n            rank 1 takes 2"),
+        ("send_object_list", "rank 0 sends 3 entries\n            rank 1 receives 2"),
     ],
 )
 def test_lists_of_other_lengths_are_one_error_on_both_sides(
-    on_ranks, verb: str, lengths: str
+    on_ranks, operation: str, lengths: str
 ) -> None:
     expected = (
-        f"{verb}: the members' lists of objects have different lengths\n"
+        f"{operation}: the ranks' lists of objects have different lengths\n"
         "  where:    the world\n"
-        "  expected: as many entries on every rank as its source has; nothing was sent\n"
+        "  expected: as many entries on every rank as on the source; nothing was sent\n"
         f"  found:    {lengths}\n"
-        "  fix:      give receivers [None] * n; where n is not known, send the list as one "
-        "object: [objects]"
+        "  fix:      pass [None] * n on the receivers; if they do not know n, send the list as "
+        "one object: [objects]"
     )
-    everyones = on_ranks(other_length, 3, verb)
-    assert everyones == [expected, expected, None if verb == "send_object_list" else expected]
+    everyones = on_ranks(other_length, 3, operation)
+    assert everyones == [expected, expected, None if operation == "send_object_list" else expected]
 
 
-def refused() -> list[str]:
+def rejected() -> list[str]:
     rank, wrong = md.get_rank(), 1 - md.get_rank()
     calls = [
         (md.KindError, lambda: md.all_gather_object((1, 2), 1)),  # type: ignore[arg-type]
@@ -335,31 +339,31 @@ def refused() -> list[str]:
     return found
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(pool: Pool) -> None:
+def test_wrong_arguments_are_rejected_before_anything_is_sent(pool: Pool) -> None:
     expected = [
         "all_gather_object: object_list must be a list",
         "all_gather_object: object_list has 1 entry",
         "gather_object: object_gather_list is given on a rank that is not the destination",
         "gather_object needs object_gather_list on this rank, the destination",
         "gather_object: object_gather_list has 1 entry",
-        "gather_object has both dst and group_dst",
+        "gather_object got both dst and group_dst",
         "broadcast_object_list: object_list must be a list",
         "broadcast_object_list: object_list must be a list",
         "scatter_object_list: scatter_object_output_list has 0 entries",
         "scatter_object_list: scatter_object_input_list has 1 entry",
         "scatter_object_list needs scatter_object_input_list on this rank, the source",
         "send_object_list needs dst or group_dst",
-        "send_object_list between a rank and itself would wait for ever",
-        "recv_object_list between a rank and itself would wait for ever",
+        "send_object_list between a rank and itself would never return",
+        "recv_object_list between a rank and itself would never return",
         "recv_object_list: object_list must be a list",
         "broadcast_object_list: src=2 is not a member of the world",
         "broadcast_object_list: 'a' is not a device",
         "the world has no backend for meta tensors",
     ]
-    assert pool.run(refused, 2) == [expected, expected]
+    assert pool.run(rejected, 2) == [expected, expected]
 
 
-def test_another_verb_in_its_place_is_told_by_the_public_name_and_the_callers_line(
+def test_another_collective_in_its_place_is_told_by_the_public_name_and_the_callers_line(
     pool: Pool,
 ) -> None:
     def program() -> None:
@@ -370,7 +374,7 @@ def test_another_verb_in_its_place_is_told_by_the_public_name_and_the_callers_li
 
     for outcome in pool.outcomes(program, 2):
         assert isinstance(outcome, Failure)
-        assert isinstance(outcome.exception, md.AgreementError)
+        assert isinstance(outcome.exception, md.MismatchError)
         text = str(outcome.exception)
         assert "rank 0: broadcast_object_list(" in text
         assert "rank 1: scatter_object_list(" in text

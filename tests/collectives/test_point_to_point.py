@@ -191,11 +191,11 @@ def test_the_tutorials_parts_in_their_order_on_simulated_ranks(
     exec(compile(TUTORIAL, "tutorial", "exec"), names)
     md.simulate(lambda: names["run"](md.get_rank(), md.get_world_size()), 2)
     told = capsys.readouterr().out.splitlines()
-    for rank, verb in enumerate(("sending", "receiving")):
+    for rank, operation in enumerate(("sending", "receiving")):
         mine = [line for line in told if line.startswith((f"Rank  {rank}", f"Rank {rank}"))]
         assert mine == [
             f"Rank  {rank}  has data  tensor(1.)",
-            f"Rank {rank} started {verb}",
+            f"Rank {rank} started {operation}",
             f"Rank  {rank}  has data  tensor(1.)",
             f"Rank  {rank}  has data  tensor(2.)",
         ]
@@ -240,11 +240,11 @@ def bad_tags() -> list[str]:
     return found
 
 
-def test_a_wrong_tag_is_refused_before_anything_is_sent(on_ranks) -> None:
+def test_a_wrong_tag_is_rejected_before_anything_is_sent(on_ranks) -> None:
     largest = (1 << 30) - 3
     for found in on_ranks(bad_tags, 2):
         assert found[0].endswith(f": tag is -1\n  expected: 0 to {largest}")
-        assert found[2].endswith(": tag must be a whole number\n  found:    'a', a str")
+        assert found[2].endswith(": tag must be an integer\n  found:    'a', a str")
 
 
 def large_tags() -> list[float]:
@@ -281,9 +281,9 @@ def test_a_message_that_does_not_fit_over_gloo_is_one_error_on_both_sides(
     dtype = str(given.dtype).removeprefix("torch.")
     for outcome in pool.outcomes(program, 2, given):
         assert isinstance(outcome, Failure)
-        assert isinstance(outcome.exception, md.AgreementError)
+        assert isinstance(outcome.exception, md.MismatchError)
         text = str(outcome.exception)
-        assert text.startswith("a message does not fit the tensor that receives it\n")
+        assert text.startswith("message mismatch: a send does not match its receive\n")
         assert "rank 0: send((4,) float32, to rank 1) at " in text
         assert f"rank 1: recv({tuple(given.shape)} {dtype}, from rank 0) at " in text
 
@@ -298,7 +298,7 @@ def test_a_message_to_oneself_that_does_not_fit_names_both_sides(
         calls = [lambda: md.isend(torch.ones(4), me, tag=3), lambda: md.irecv(given, me, tag=3)]
         first, second = calls if is_sent_first else calls[::-1]
         first()
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             second()
         md.barrier()  # nothing is broken
         return str(caught.value)
@@ -329,7 +329,7 @@ def test_a_transfer_has_no_future(on_ranks) -> None:
     text = (
         "a send or a receive has no future\n"
         "  expected: the Work of a collective\n"
-        "  fix:      call wait() or is_completed() on it"
+        "  fix:      call wait() or is_completed() on the Work"
     )
     assert on_ranks(futures, 2) == [[text] * 2] * 2
 
@@ -338,7 +338,7 @@ def test_a_wrong_tag_opens_nothing() -> None:
     def program() -> bool:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("x",), open_groups=False)
         if md.get_rank() == 0:  # alone: nobody else would come to an opening
-            with pytest.raises(md.KindError, match="isend: tag must be a whole number"):
+            with pytest.raises(md.KindError, match="isend: tag must be an integer"):
                 md.isend(torch.ones(1), 1, group=mesh, tag="a")  # type: ignore[arg-type]
         return mesh.get_group().is_open
 
@@ -359,7 +359,7 @@ def from_anyone_and_too_large(is_async: bool) -> str:
             md.send(torch.ones(2), 1, tag=9)
         md.barrier()
 
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         call()
     return str(caught.value)
 
@@ -368,9 +368,9 @@ def from_anyone_and_too_large(is_async: bool) -> str:
 def test_what_anyone_sent_and_does_not_fit_is_told_with_both_calls(
     pool: Pool, is_async: bool
 ) -> None:
-    verb = "irecv" if is_async else "recv"
+    operation = "irecv" if is_async else "recv"
     for text in pool.run(from_anyone_and_too_large, 3, is_async, backend="shm"):
-        assert f"rank 1: {verb}((3,) float32, from " in text
+        assert f"rank 1: {operation}((3,) float32, from " in text
         assert "rank 2: send((5,) float32, to rank 1, tag 9)" in text
 
 

@@ -83,7 +83,7 @@ def test_tensors_made_outside_transforms_have_memory() -> None:
 @pytest.mark.soak  # it imports the compiler
 # torch's own, of what lies between two graphs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_a_compiled_function_is_cut_at_a_verb_and_keeps_its_derivative() -> None:
+def test_a_compiled_function_is_cut_at_a_collective_and_keeps_its_derivative() -> None:
     def program() -> Any:
         with md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)):
             x = torch.ones(3, requires_grad=True)

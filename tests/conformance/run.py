@@ -5,7 +5,7 @@
 The suite decides by a backend's name which of its tests run; here it takes ours for Gloo and for
 MPI, so that what it keeps for these runs too. Each test has its own processes, four of them, and a
 time limit. Exits with 1 where a test fails that Gloo passes, unless it is torch's front end that
-refuses the call to everyone but Gloo.
+rejects the call to everyone but Gloo.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.inner import (
-    capabilities as capabilities,  # all wires register themselves
-    find_wire,
+    capabilities as capabilities,  # all backends register themselves
+    find_backend,
     machine,
 )
 
@@ -139,7 +139,7 @@ def verdict(test: str, outcome: dict[str, Any], gloo: Outcomes) -> str:
     if outcome["outcome"] != "failed":
         return str(outcome["outcome"])
     if REFUSED in outcome["reason"]:
-        return "refused by torch's front end"
+        return "rejected by torch's front end"
     is_ours = gloo.get(test, {}).get("outcome", "passed") == "passed"
     return "failed" if is_ours else "failed on gloo too"
 
@@ -200,8 +200,10 @@ def main() -> int:
 
 def offered() -> list[str]:
     """Ours that work on this machine, and Gloo."""
-    wires = [find_wire(name) for name in ("shm", "mpi", "simulated")]
-    return [wire.name for wire in wires if wire is not None and wire.is_available()] + ["gloo"]
+    backends = [find_backend(name) for name in ("shm", "mpi", "simulated")]
+    return [
+        backend.name for backend in backends if backend is not None and backend.is_available()
+    ] + ["gloo"]
 
 
 if __name__ == "__main__":

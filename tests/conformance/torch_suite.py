@@ -22,7 +22,7 @@ from torch.testing._internal.common_utils import TestCase, set_rng_seed
 
 import meshdist as md
 import meshdist.torch_backends
-import meshdist.torch_process_groups.creating
+import meshdist.torch_process_groups.construction
 
 OURS = ("shm", "mpi", "simulated")
 SKIPS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
@@ -34,7 +34,7 @@ class Name(str):
     """A backend's name that the suite takes for Gloo's and MPI's too.
 
     It compares names to decide which backend a test is for; of those that are meant for either by
-    name, torch's own code still refuses some.
+    name, torch's own code still rejects some.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -152,7 +152,8 @@ class OnSimulatedRanks(TestCase, DistributedTest._DistTestBase):
         tensor_shapes: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Run a verb without the suite's profiler, of which a process has one for all ranks."""
+        """Run a collective without the suite's profiler, of which a process has one for all
+        ranks."""
         works = [op(*args, **kwargs), *([secondary_op_call()] if secondary_op_call else [])]
         for work in works if is_async else ():
             work.wait()

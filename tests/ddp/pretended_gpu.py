@@ -1,4 +1,5 @@
-"""Tensors that say that they lie on a GPU, on machines without: which wires does a program ask for?
+"""Tensors that say that they lie on a GPU, on machines without: which backends does a program ask
+for?
 
 All tensors say so but those that the program makes without a device, or on the CPU, and those made
 of them. Nothing is enqueued: what a tensor holds is there at once.
@@ -14,10 +15,10 @@ from unittest import mock
 
 import torch
 
-from meshdist.ddp import parting, tail
-from meshdist.ddp.device_streams import TailReader
-from tests.inner import meeting, simulated_communicator as communicator
-from tests.wires.c10d.nccl_stand_in import standing_in
+from meshdist.ddp import divergence_checks, status_flags
+from meshdist.ddp.device_streams import StatusReader
+from tests.backends.c10d.nccl_stand_in import standing_in
+from tests.inner import matching, simulated_communicator as communicator
 
 __all__ = ["HostTensor", "pretended_gpu"]
 
@@ -45,9 +46,9 @@ class Stream:
         """Nothing need be waited for."""
 
 
-def read_at_once(*_: object) -> TailReader:
+def read_at_once(*_: object) -> StatusReader:
     """In place of ``reader_for``."""
-    return TailReader()
+    return StatusReader()
 
 
 def placed(make: Callable[..., Any], *, is_host: bool | None) -> Callable[..., Any]:
@@ -87,9 +88,9 @@ def pretended_gpu() -> Iterator[None]:
     where = {"device": GPU, "is_cpu": False, "is_cuda": True}
     with ExitStack() as stack:
         stack.enter_context(standing_in())
-        for room in (tail, parting):
+        for room in (status_flags, divergence_checks):
             stack.enter_context(mock.patch.object(room, "reader_for", new=read_at_once))
-        for room in (communicator, meeting):
+        for room in (communicator, matching):
             stack.enter_context(mock.patch.object(room, "synchronize"))
         stack.enter_context(mock.patch.object(torch, "get_device_module", return_value=module))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", module.current_stream))

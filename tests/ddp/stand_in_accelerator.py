@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp import buckets, tail
-from meshdist.ddp.device_streams import DeferredReader, GradientStreams, TailReader
+from meshdist.ddp import buckets, status_flags
+from meshdist.ddp.device_streams import DeferredReader, GradientStreams, StatusReader
 from tests.inner import flat_sums
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     def enqueue(*args: Any, **kwargs: Any) -> EnqueuedWork:
         return EnqueuedWork(here(), all_reduce(*args, **kwargs))
 
-    def reader_for(device: torch.device, count: int) -> TailReader:
+    def reader_for(device: torch.device, count: int) -> StatusReader:
         return DeferredReader(device, here(), here().pinned(count))
 
     def streams_for(device: torch.device) -> Callable[[], GradientStreams]:
@@ -110,5 +110,5 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_sums, "all_reduce", enqueue)
         patch.setattr(buckets, "streams_for", streams_for)
-        patch.setattr(tail, "reader_for", reader_for)
+        patch.setattr(status_flags, "reader_for", reader_for)
         yield here

@@ -28,18 +28,19 @@ Run = Callable[..., list[Any]]
 INTERRUPTED = (
     "the gradients of this step are wrong: a backward was interrupted\n"
     "  where:    rank {rank}, in the world\n"
-    "  expected: a backward that ends on every rank, or raises on every rank\n"
+    "  expected: backward() to succeed on every rank or fail on every rank\n"
     "  found:    rank {culprit}: an exception was raised inside backward()\n"
-    "  fix:      look at the exception there; after zero_grad() a new step may begin"
+    "  fix:      remove the cause of the exception on those ranks, or skip this step on "
+    "every rank: call zero_grad() and start a new step"
 )
 LACKING = (
     "parameters got no gradient in the backward since the last forward\n"
     "  where:    rank {rank}, in the world\n"
-    "  expected: every parameter that requires a gradient takes part in every rank's loss\n"
+    "  expected: every rank's loss depends on every parameter that requires a gradient\n"
     "  found:    rank {culprit}: right.weight (index 1)\n"
-    "  fix:      let the loss depend on all of the module's outputs, or pass "
-    "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
-    "before the model is wrapped; freeze and unfreeze alike on every rank"
+    "  fix:      use all outputs of the module in the loss, or pass "
+    "find_unused_parameters=True, or call requires_grad_(False) on unused parameters before "
+    "you wrap the model; freeze and unfreeze the same parameters on every rank"
 )
 
 
@@ -52,7 +53,7 @@ LACKING = (
 )
 def run(request: pytest.FixtureRequest) -> Run:
     """``run(fn, num_ranks, *args)`` calls ``fn(device_type, *args)`` on every rank."""
-    wire, device_type = request.param
+    backend, device_type = request.param
 
     def late(fn: Callable[..., Any], *args: Any) -> Any:
         with contextlib.nullcontext() if device_type == "cuda" else in_place_of_the_cpu():
@@ -66,7 +67,7 @@ def run(request: pytest.FixtureRequest) -> Run:
         pool: Pool = request.getfixturevalue("pool")
         return pool.run(late, num_ranks, fn, *args)
 
-    return simulate if wire == "simulated" else start
+    return simulate if backend == "simulated" else start
 
 
 def fragile(device: str) -> tuple[md.DDP, torch.Tensor]:

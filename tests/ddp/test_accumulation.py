@@ -1,4 +1,4 @@
-"""md.accumulate_gradients: microbatches against one backward, what is kept, what is refused."""
+"""md.accumulate_gradients: microbatches against one backward, what is kept, what is rejected."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 import meshdist as md
 from meshdist import lax
 from meshdist.ddp import accumulation
-from meshdist.errors import AgreementError, ArgumentError, AxisTypeError, KindError, MeshError
+from meshdist.errors import ArgumentError, AxisTypeError, KindError, MeshError, MismatchError
 from tests.inner import flat_sums
-from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, varying
+from tests.typed_mode.typed_cases import F64, in_mesh, kinds, varying
 
 
 def model(dtype: torch.dtype = F64) -> nn.Module:
@@ -183,27 +183,29 @@ def test_a_body_that_raises_leaves_gradients_and_types_as_they_were() -> None:
 def test_an_end_that_raises_leaves_gradients_and_types_as_they_were() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         leaves = [torch.ones(2, requires_grad=True) for _ in range(1 + md.get_rank())]
-        with pytest.raises(AgreementError), mesh, md.accumulate_gradients(leaves, "dp"):
+        with pytest.raises(MismatchError), mesh, md.accumulate_gradients(leaves, "dp"):
             leaves[0].sum().backward()
         return leaves[0].grad, kinds(leaves[0])
 
     assert in_mesh(body, shape=(2,)) == [(None, "")] * 2
 
 
-def test_an_optimizer_inside_is_refused() -> None:
+def test_an_optimizer_inside_is_rejected() -> None:
     def body(mesh: md.DeviceMesh) -> None:
         weight = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([weight], lr=0.1, foreach=False)
         with md.typed(mesh), md.accumulate_gradients(weight, "dp"):
             lax.pmean((weight * varying(torch.ones(2))).sum(), "dp").backward()
-            with pytest.raises(AxisTypeError, match="of an unreduced gradient to a parameter"):
+            with pytest.raises(
+                AxisTypeError, match="cannot apply an unreduced gradient to a parameter"
+            ):
                 optimizer.step()
 
     in_mesh(body)
 
 
 def test_jaxs_way_of_the_same() -> None:
-    """A parameter is cast to reduced once; its gradients are summands, reduced at the end."""
+    """A parameter is cast to reduced once; its gradients are partial sums, reduced at the end."""
     reference = model()
     loss_of(reference, batch()).backward()
 
@@ -234,16 +236,16 @@ def test_jaxs_way_of_the_same() -> None:
     assert max(in_mesh(body, shape=(4,))) < 1e-14
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
-def refused(kind: type[Exception], body: Any) -> str:
-    def refuses(mesh: md.DeviceMesh) -> str:
+def rejected(kind: type[Exception], body: Any) -> str:
+    def rejects(mesh: md.DeviceMesh) -> str:
         with mesh, pytest.raises(kind) as caught:
             body(mesh)
         return str(caught.value)
 
-    return in_mesh(refuses)[0]
+    return in_mesh(rejects)[0]
 
 
 def enter(parameters: Any, axis: Any = "dp") -> None:
@@ -251,16 +253,16 @@ def enter(parameters: Any, axis: Any = "dp") -> None:
         raise AssertionError("it was entered")
 
 
-def test_a_parameter_that_is_not_invariant_is_refused() -> None:
+def test_a_parameter_that_is_not_invariant_is_rejected() -> None:
     def body(mesh: md.DeviceMesh) -> None:
         enter([torch.ones(2, requires_grad=True), varying(nn.Parameter(torch.ones(3)))])
 
-    text = refused(AxisTypeError, body)
+    text = rejected(AxisTypeError, body)
     assert text.startswith("accumulate_gradients over 'dp' of a parameter that is varying there\n")
     assert "axis 'dp' (size 2)" in text
     assert "test_accumulation.py:" in text
     assert "parameter 1: float32[3]{V:dp}" in text
-    assert "leave it out of the parameters" in text
+    assert "do not pass this parameter" in text
 
 
 def test_a_parameter_is_accumulated_once() -> None:
@@ -272,18 +274,18 @@ def test_a_parameter_is_accumulated_once() -> None:
             finally:
                 weight.grad = None
 
-    text = refused(AxisTypeError, body)
+    text = rejected(AxisTypeError, body)
     assert text.startswith("accumulate_gradients over 'tp' of a parameter that is reduced there\n")
 
 
-def test_a_parameter_of_ddps_is_refused() -> None:
+def test_a_parameter_of_ddps_is_rejected() -> None:
     def named(mesh: md.DeviceMesh) -> None:
         ddp = md.DDP(model(), device_mesh=mesh["dp"])
         enter(ddp.parameters())
 
-    text = refused(AxisTypeError, named)
+    text = rejected(AxisTypeError, named)
     assert text.startswith("accumulate_gradients over 'dp' of a parameter that DDP reduces there\n")
-    assert "one owner of the gradients over an axis" in text
+    assert "gradients that are reduced once over each axis" in text
     assert "parameter 0: float64[5, 3]{R:dp}" in text
     assert "ddp.no_sync()" in text
 
@@ -291,7 +293,7 @@ def test_a_parameter_of_ddps_is_refused() -> None:
         ddp = md.DDP(model(), process_group=mesh.get_group("dp"))
         enter(ddp.parameters())
 
-    assert "of a parameter that DDP reduces there" in refused(AxisTypeError, unnamed)
+    assert "of a parameter that DDP reduces there" in rejected(AxisTypeError, unnamed)
 
 
 def test_another_axis_than_ddps_is_free() -> None:
@@ -310,14 +312,14 @@ def test_another_axis_than_ddps_is_free() -> None:
     assert in_mesh(body) == [(5.0, "R:dp")] * 4
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_bad_arguments_are_rejected() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    assert "takes parameters" in refused(KindError, lambda mesh: enter(3))
-    assert "a str among them" in refused(KindError, lambda mesh: enter([leaf, "weight"]))
-    text = refused(ArgumentError, lambda mesh: enter([leaf * 2]))
-    assert "takes leaves" in text and "made by MulBackward0" in text
-    frozen = refused(ArgumentError, lambda mesh: enter([torch.ones(2)]))
+    assert "requires parameters" in rejected(KindError, lambda mesh: enter(3))
+    assert "a str among them" in rejected(KindError, lambda mesh: enter([leaf, "weight"]))
+    text = rejected(ArgumentError, lambda mesh: enter([leaf * 2]))
+    assert "requires leaves" in text and "computed by MulBackward0" in text
+    frozen = rejected(ArgumentError, lambda mesh: enter([torch.ones(2)]))
     assert "no parameter that requires a gradient" in frozen and "1 tensors" in frozen
-    assert "ep" in refused(MeshError, lambda mesh: enter(leaf, "ep"))
-    with pytest.raises(MeshError, match="no mesh is in force"):
+    assert "ep" in rejected(MeshError, lambda mesh: enter(leaf, "ep"))
+    with pytest.raises(MeshError, match="there is no current mesh"):
         enter(leaf)

@@ -59,6 +59,14 @@ def test_no_object_of_the_reducer_has_more_than_twelve_attributes() -> None:
         return counts
 
     (counts,) = md.simulate(program, 1)
-    expected = {"Reducer", "Backward", "Bucket", "BucketLayout", "Verdict", "History", "Sending"}
-    assert expected | {"Filling", "Flat", "Sparse", "GradientHooks", "Tail"} <= {*counts}
+    expected = {
+        "Reducer",
+        "Backward",
+        "Bucket",
+        "BucketLayout",
+        "BackwardOutcome",
+        "ExpectedGradients",
+        "ReducerState",
+    }
+    assert expected | {"BucketState", "Flat", "Sparse", "GradientHooks", "StatusFlags"} <= {*counts}
     assert {name: num for name, num in counts.items() if num > LIMIT} == {}

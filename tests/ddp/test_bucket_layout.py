@@ -100,20 +100,21 @@ def test_each_bucket_of_a_kind_has_its_cap_and_the_last_one_repeats(
 @pytest.mark.parametrize(
     ("cap", "kind", "text"),
     [
-        (0, ArgumentError, "bucket_cap_mb is 0\n  expected: a number of MiB above zero"),
+        (0, ArgumentError, "bucket_cap_mb is 0\n  expected: a size in MiB above 0"),
         (-1.5, ArgumentError, "bucket_cap_mb is -1.5"),
         (float("inf"), ArgumentError, "bucket_cap_mb is inf"),
         (float("nan"), ArgumentError, "bucket_cap_mb is nan"),
-        ([0.1, 0], ArgumentError, "bucket_cap_mb_list[1] is 0\n  expected: a number of MiB"),
+        ([0.1, 0], ArgumentError, "bucket_cap_mb_list[1] is 0\n  expected: a size in MiB above 0"),
         ([True], KindError, "bucket_cap_mb_list[0] must be a number"),
-        ({25}, KindError, "bucket_cap_mb_list is of type set\n  expected: a list of numbers"),
-        ("25", KindError, "bucket_cap_mb must be a number\n  expected: a number of MiB, or None"),
+        ({25}, KindError, "bucket_cap_mb_list is of type set\n  expected: a list of sizes in MiB"),
+        ("25", KindError, "bucket_cap_mb must be a number\n  expected: a size in MiB, or None"),
         (True, KindError, "bucket_cap_mb must be a number"),
     ],
 )
-def test_bad_caps_are_refused(cap: object, kind: type[Exception], text: str) -> None:
+def test_bad_caps_are_rejected(cap: object, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind) as error:
-        bucket_caps(*([None, cap] if isinstance(cap, (list, set)) else [cap]))  # type: ignore[arg-type]
+        # Type: ignore[arg-type].
+        bucket_caps(*([None, cap] if isinstance(cap, (list, set)) else [cap]))
     assert text in str(error.value)
 
 
@@ -150,12 +151,12 @@ layouts = items_and_orders.flatmap(
 def test_all_lie_in_one_bucket_each_and_trailing_ones_in_buckets_of_their_own_at_the_end(
     case: tuple[tuple[list[Item], list[int]], set[int], set[int], int | None], cap: int
 ) -> None:
-    (items, order), trailing, delayed, behind = case
-    laid = lay_out(items, order, (cap,), trailing=trailing, delayed=delayed, delayed_behind=behind)
+    (items, order), deferred, delayed, behind = case
+    laid = lay_out(items, order, (cap,), deferred=deferred, delayed=delayed, delayed_after=behind)
     assert sorted(i for bucket in laid for i in bucket.indices) == list(range(len(items)))
-    assert [bucket.is_trailing for bucket in laid] == sorted(b.is_trailing for b in laid)
+    assert [bucket.is_deferred for bucket in laid] == sorted(b.is_deferred for b in laid)
     for bucket in laid:
-        assert bucket.is_trailing == (set(bucket.indices) <= trailing - delayed)
+        assert bucket.is_deferred == (set(bucket.indices) <= deferred - delayed)
         assert len({items[i][1] for i in bucket.indices}) == 1
 
 
@@ -163,9 +164,9 @@ def test_all_lie_in_one_bucket_each_and_trailing_ones_in_buckets_of_their_own_at
 def test_delayed_ones_go_together_behind_the_bucket_that_they_wait_for(
     case: tuple[tuple[list[Item], list[int]], set[int], set[int], int | None],
 ) -> None:
-    (items, order), trailing, delayed, behind = case
-    laid = lay_out(items, order, (1,), trailing=trailing, delayed=delayed, delayed_behind=behind)
-    early = [bucket.indices for bucket in laid if not bucket.is_trailing]
+    (items, order), deferred, delayed, behind = case
+    laid = lay_out(items, order, (1,), deferred=deferred, delayed=delayed, delayed_after=behind)
+    early = [bucket.indices for bucket in laid if not bucket.is_deferred]
     is_delayed = [set(bucket) <= delayed for bucket in early]
     kinds = {items[i][1] for i in delayed}
     assert sum(is_delayed) == len(kinds)  # whatever the cap

@@ -108,7 +108,7 @@ def test_what_a_hook_returns_is_awaited_at_the_end_of_the_backward() -> None:
     assert md.simulate(program, 2) == [["backward", "wait", "wait", "done", "wait", "wait"]] * 2
 
 
-def test_a_hook_that_cannot_be_called_is_refused() -> None:
+def test_a_hook_that_cannot_be_called_is_rejected() -> None:
     def program() -> str:
         model = md.DDP(Net())
         with pytest.raises(KindError) as error:
@@ -118,8 +118,9 @@ def test_a_hook_that_cannot_be_called_is_refused() -> None:
     assert (
         md.simulate(program, 2)
         == [
-            "the buffers' hook is of type str\n"
-            "  expected: a function of the state and a dict of buffers by name"
+            "the buffer communication hook is of type str\n"
+            "  expected: a function of the state and a dict of buffers by name\n"
+            "  fix:      pass the state first, then the hook"
         ]
         * 2
     )

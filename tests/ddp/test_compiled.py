@@ -141,7 +141,7 @@ def test_reductions_start_behind_each_compiled_backward_but_the_first(
 
 
 @pytest.mark.parametrize(
-    ("what", "wire"),
+    ("what", "backend"),
     [
         ("wrapper", "shm"),
         ("wrapper", "gloo"),
@@ -150,13 +150,13 @@ def test_reductions_start_behind_each_compiled_backward_but_the_first(
         pytest.param("step", "gloo", marks=pytest.mark.soak),
     ],
 )
-def test_compiled_training_on_processes(pool: Pool, what: str, wire: str) -> None:
+def test_compiled_training_on_processes(pool: Pool, what: str, backend: str) -> None:
     def program() -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             torch._dynamo.reset()
-            mesh = md.init_device_mesh("cpu", (2,), backend_override={0: wire})
-            assert md.get_backend(mesh.get_group()) == wire
+            mesh = md.init_device_mesh("cpu", (2,), backend_override={0: backend})
+            assert md.get_backend(mesh.get_group()) == backend
             plain = gradients(md.DDP(Net(), device_mesh=mesh))
             if what == "wrapper":
                 model = torch.compile(md.DDP(Net(), device_mesh=mesh), backend="aot_eager")
@@ -172,7 +172,7 @@ def test_compiled_training_on_processes(pool: Pool, what: str, wire: str) -> Non
     assert pool.run(program, 2, timeout_s=120) == [True, True]
 
 
-def test_compiled_autograd_is_refused(pool: Pool) -> None:
+def test_compiled_autograd_is_rejected(pool: Pool) -> None:
     def program() -> str:
         from torch._dynamo import compiled_autograd
 
@@ -186,5 +186,7 @@ def test_compiled_autograd_is_refused(pool: Pool) -> None:
         return str(caught.value)
 
     for text in pool.run(program, 2, timeout_s=120):
-        assert text.startswith("compiled autograd cannot run the backward of a replica\n")
+        assert text.startswith(
+            "compiled autograd cannot run the backward of a DistributedDataParallel\n"
+        )
         assert "fix:      leave torch._dynamo.config.compiled_autograd off" in text

@@ -21,8 +21,8 @@ from tests.pool import Pool
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 SUMMARY = (
-    "a DistributedDataParallel averages the gradients of a loss that its ranks made together: they "
-    "are divided by the number of ranks once too often\n"
+    "DistributedDataParallel averages the gradients of a loss that was already reduced over "
+    "its ranks: they are divided by the number of ranks once too often\n"
 )
 
 
@@ -147,12 +147,12 @@ def logged(y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize(("wire", "size"), [("shm", 3), ("gloo", 2)])
-def test_on_processes(pool: Pool, wire: str, size: int) -> None:
+@pytest.mark.parametrize(("backend", "size"), [("shm", 3), ("gloo", 2)])
+def test_on_processes(pool: Pool, backend: str, size: int) -> None:
     def program() -> Any:
         return warned(lambda: trained(by_pmean, 2)), warned(lambda: trained(cast(by_pmean)))
 
-    for (found, texts), (again, none) in pool.run(program, size, backend=wire):
+    for (found, texts), (again, none) in pool.run(program, size, backend=backend):
         assert [text.startswith(SUMMARY) for text in texts] == [True]
         assert none == []
         torch.testing.assert_close(found * size, again)

@@ -20,11 +20,11 @@ import meshdist as md
 from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.distributed import ProcessGroup
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     GradientError,
     KindError,
     MeshError,
+    MismatchError,
 )
 from tests.ddp.models import Fragile, Two
 from tests.inner import flat_sums
@@ -345,14 +345,16 @@ def test_a_loss_of_a_derivative_of_the_outputs_is_averaged(hidden: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_create_graph_is_refused() -> None:
+def test_create_graph_is_rejected() -> None:
     def program() -> None:
         model = md.DDP(one_weight())
         model(torch.ones(1, 1)).square().sum().backward(create_graph=True)
 
     with pytest.raises(GradientError) as error:
         md.simulate(program, 2)
-    assert "backward(create_graph=True) cannot be reduced over a group" in str(error.value)
+    assert "cannot reduce the gradients of backward(create_graph=True) over a group" in str(
+        error.value
+    )
     assert "use torch.autograd.grad(..., create_graph=True)" in str(error.value)
 
 
@@ -421,11 +423,12 @@ def test_a_parameter_used_on_some_ranks_gets_the_mean_and_the_next_forward_raise
         assert text == (
             "parameters got no gradient in the backward since the last forward\n"
             f"  where:    rank {rank}, in the world\n"
-            "  expected: every parameter that requires a gradient takes part in every rank's loss\n"
+            "  expected: every rank's loss depends on every parameter that requires a "
+            "gradient\n"
             "  found:    rank 1: right.weight (index 1)\n"
-            "  fix:      let the loss depend on all of the module's outputs, or pass "
+            "  fix:      use all outputs of the module in the loss, or pass "
             "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
-            "before the model is wrapped; freeze and unfreeze alike on every rank"
+            "before you wrap the model; freeze and unfreeze the same parameters on every rank"
         )
 
 
@@ -447,7 +450,8 @@ def test_a_parameter_unused_everywhere_keeps_no_gradient(run: Run, as_views: boo
 
 
 class TwoOutputs(Two):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    # Type: ignore[override].
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.left(x), self.right(x)
 
 
@@ -505,9 +509,10 @@ def test_a_backward_that_raises_on_one_rank_raises_on_all_and_leaves_them_usable
         assert text == (
             "the gradients of this step are wrong: a backward was interrupted\n"
             f"  where:    rank {rank}, in the world\n"
-            "  expected: a backward that ends on every rank, or raises on every rank\n"
+            "  expected: backward() to succeed on every rank or fail on every rank\n"
             "  found:    rank 2: an exception was raised inside backward()\n"
-            "  fix:      look at the exception there; after zero_grad() a new step may begin"
+            "  fix:      remove the cause of the exception on those ranks, or skip this step "
+            "on every rank: call zero_grad() and start a new step"
         )
 
 
@@ -598,7 +603,7 @@ def test_a_check_raises_what_the_next_forward_would_once(run: Run) -> None:
         assert grads == [2.0, 2.0]
 
 
-def test_a_check_inside_a_backward_is_refused() -> None:
+def test_a_check_inside_a_backward_is_rejected() -> None:
     def program() -> str:
         model = md.DDP(one_weight())
         out = model(torch.ones(1, 1)).sum()
@@ -608,9 +613,9 @@ def test_a_check_inside_a_backward_is_refused() -> None:
         return str(error.value)
 
     assert md.simulate(program, 1) == [
-        "gradients cannot be checked while a backward runs\n"
+        "cannot check gradients while a backward runs\n"
         "  where:    rank 0, in the world\n"
-        "  fix:      call check_gradients() after backward() has returned"
+        "  fix:      call check_gradients() after backward() returns"
     ]
 
 
@@ -629,7 +634,7 @@ def test_a_second_backward_after_an_interrupted_one_needs_a_forward() -> None:
         return texts
 
     for text in md.simulate(program, 2)[0]:
-        assert text.startswith("a backward began before another had ended\n  where:    rank 0")
+        assert text.startswith("a backward began before the previous one ended\n  where:    rank 0")
         assert "found:    an earlier backward that was interrupted, with no forward since" in text
         assert "fix:      run the forward again" in text
 
@@ -653,9 +658,9 @@ def test_a_module_is_wrapped_once_at_a_time() -> None:
         assert grads == [1.5, 1.0]
         assert text == (
             "1.weight belongs to another DistributedDataParallel\n"
-            "  expected: a parameter whose gradient one wrapper averages\n"
-            "  fix:      wrap the module once; or let go of the first wrapper and of its outputs "
-            "on a line before that one, where the wrapper still lives: module = ddp.module; del ddp"
+            "  expected: a parameter in at most one DistributedDataParallel\n"
+            "  fix:      wrap the module once; or delete the first wrapper and its outputs "
+            "before you wrap again: module = ddp.module; del ddp"
         )
 
 
@@ -700,16 +705,16 @@ def test_models_that_share_a_trunk_are_wrapped_as_one_module(run: Run) -> None:
             torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-14)
             assert text == (
                 "0.weight belongs to another DistributedDataParallel\n"
-                "  expected: a parameter whose gradient one wrapper averages\n"
-                "  fix:      let one module hold all models that share it, with a forward that "
-                "runs the one that is asked for, and wrap that; find_unused_parameters=True where "
-                "a loss is of one of them alone"
+                "  expected: a parameter in at most one DistributedDataParallel\n"
+                "  fix:      put all models that share it into one module whose forward "
+                "selects the model, and wrap that module; pass find_unused_parameters=True "
+                "if a loss uses only one of them"
             )
 
 
 # torch 2.11 and 2.12 warn once of this, also where check_invariants=False was passed.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-def test_a_sparse_gradient_that_the_module_does_not_tell_of_is_refused() -> None:
+def test_a_sparse_gradient_that_the_module_does_not_tell_of_is_rejected() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -729,7 +734,7 @@ def test_a_sparse_gradient_that_the_module_does_not_tell_of_is_refused() -> None
         "  where:    rank 0, in the world\n"
         "  expected: dense gradients\n"
         "  found:    layout sparse_coo\n"
-        "  fix:      make the embedding with sparse=False"
+        "  fix:      create the embedding with sparse=False"
     )
 
 
@@ -816,18 +821,20 @@ def differing(what: str, is_other: bool) -> nn.Module:
 )
 def test_models_that_differ_are_shown_on_every_rank(run: Run, what: str, found: str) -> None:
     def program() -> str:
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             md.DDP(differing(what, md.get_rank() == 1))
         return str(error.value)
 
     for text in run(program, 3):
         assert text.startswith(
-            "DistributedDataParallel: the ranks wrap different Linear modules, or with different "
-            "options\n"
+            "DistributedDataParallel: the ranks wrap different Linear modules, or use "
+            "different options\n"
             "  where:    group of ranks 0-2\n"
         )
         assert found in text
-        assert "  fix:      build and wrap the same model on every rank of the axis" in text
+        assert (
+            "  fix:      build and wrap the same model with equal arguments on every rank" in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -853,13 +860,13 @@ def test_options_that_differ_are_shown_on_every_rank(
     run: Run, option: dict[str, Any], others: dict[str, Any], found: str
 ) -> None:
     def program() -> str:
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             md.DDP(nn.Linear(2, 3), **(option if md.get_rank() == 1 else others))
         return str(error.value)
 
     for text in run(program, 3):
         assert found in text
-        assert "by equal arguments" in text
+        assert "with equal arguments" in text
         assert "weight" not in text  # what is equal is not shown
 
 
@@ -867,7 +874,7 @@ def test_delayed_parameters_that_differ_are_shown_by_name() -> None:
     def program() -> str:
         net = nn.Linear(2, 3)
         late, behind = (net.weight, net.bias) if md.get_rank() else (net.bias, net.weight)
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             md.DDP(
                 net,
                 delay_all_reduce_named_params=[("late", late)],
@@ -977,7 +984,7 @@ def test_state_dict_has_torchs_names_and_loads_in_both_forms() -> None:
         assert "0.bias" in result.missing_keys
         with pytest.raises(ArgumentError) as error:
             model.load_state_dict(other.state_dict(), assign=True)
-        assert "load_state_dict(assign=True) would replace the parameters" in str(error.value)
+        assert "load_state_dict(assign=True) cannot replace the parameters" in str(error.value)
 
     md.simulate(program, 2)
 
@@ -1021,7 +1028,9 @@ def test_pickling_works_over_the_world_alone() -> None:
         part = md.DDP(nn.Linear(1, 1), device_mesh=mesh["tp"])
         with pytest.raises(KindError) as error:
             pickle.dumps(part)
-        assert "over a part of the world cannot be pickled" in str(error.value)
+        assert "cannot pickle a DistributedDataParallel whose group is not the world" in str(
+            error.value
+        )
         assert "save ddp.state_dict() or ddp.module" in str(error.value)
         return loaded.module.weight.grad.item()
 
@@ -1079,12 +1088,18 @@ def test_outputs_of_every_documented_kind_pass_through() -> None:
         (
             lambda: md.DDP(nn.ReLU()),
             GradientError,
-            "ReLU has no parameter that requires a gradient\n  expected: a module to train",
+            (
+                "ReLU has no parameter that requires a gradient\n"
+                "  expected: a module with at least one trainable parameter"
+            ),
         ),
         (
             lambda: md.DDP(nn.LazyLinear(2)),
             GradientError,
-            "weight has no shape yet\n  expected: parameters that are initialized",
+            (
+                "cannot wrap a module whose parameter weight is uninitialized\n"
+                "  expected: parameters that are initialized"
+            ),
         ),
         (
             lambda: md.DDP(torch.ones(2)),
@@ -1098,7 +1113,7 @@ def test_outputs_of_every_documented_kind_pass_through() -> None:
                 device_mesh=md.init_device_mesh("cpu", (2,)),
             ),
             MeshError,
-            "process_group and device_mesh were both given\n  expected: one of them",
+            "process_group and device_mesh cannot both be passed\n  expected: at most one of them",
         ),
         (
             lambda: md.DDP(nn.Linear(1, 1), bucket_cap_mb=0),
@@ -1108,28 +1123,29 @@ def test_outputs_of_every_documented_kind_pass_through() -> None:
         (
             lambda: md.DDP(nn.Linear(1, 1), device_ids=[0]),
             ArgumentError,
-            "device_ids=[0] does not fit the module\n  expected: one entry, the device of a CUDA "
-            "module; None for CPU modules and for modules on several devices\n"
+            "device_ids=[0] does not match the module's devices\n"
+            "  expected: one entry, the device of a CUDA module; None for modules on the CPU "
+            "or on several devices\n"
             "  found:    parameters on cpu",
         ),
         (
             lambda: md.DDP(nn.Linear(1, 1), output_device=1),
             ArgumentError,
-            "output_device was given without device_ids",
+            "output_device requires device_ids",
         ),
         (
             lambda: md.DDP(nn.Linear(1, 1), broadcast_buffers=True, forward_sync_buffers=True),
             ArgumentError,
-            "broadcast_buffers and forward_sync_buffers were both given",
+            "broadcast_buffers and forward_sync_buffers cannot both be passed",
         ),
         (
             lambda: md.DDP(nn.Linear(1, 1)).double(),
             GradientError,
-            "the parameters were converted after the model was wrapped",
+            "cannot convert parameters after the model is wrapped",
         ),
     ],
 )
-def test_bad_arguments_are_refused(
+def test_bad_arguments_are_rejected(
     make: Callable[[], object], kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind) as error:
@@ -1154,7 +1170,7 @@ def test_groups_are_open_and_connected_when_the_wrapper_is_made(
     assert sorted(connected) == [(rank, torch.device("cpu")) for rank in range(2)]
 
 
-def test_wrapper_subclasses_are_refused() -> None:
+def test_wrapper_subclasses_are_rejected() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     def program() -> None:
@@ -1164,7 +1180,9 @@ def test_wrapper_subclasses_are_refused() -> None:
 
     with pytest.raises(KindError) as error:
         md.simulate(program, 1)
-    assert "weight is a TwoTensor\n  expected: plain parameters" in str(error.value)
+    assert "parameter weight is a TwoTensor\n  expected: plain tensors as parameters" in str(
+        error.value
+    )
 
 
 @pytest.mark.gpu
@@ -1182,7 +1200,7 @@ def test_a_cuda_module_trains_and_moves_inputs_and_outputs(tmp_path: Path) -> No
         )
         with pytest.raises(ArgumentError) as error:
             md.DDP(nn.Linear(1, 1).cuda(), device_ids=[0, 1])
-        assert "device_ids=[0, 1] does not fit the module" in str(error.value)
+        assert "device_ids=[0, 1] does not match the module's devices" in str(error.value)
     finally:
         md.destroy_process_group()
 

@@ -198,7 +198,7 @@ def test_gradients_of_a_loss_by_themselves_are_not_averaged() -> None:
     assert md.simulate(program, 2) == [1.0, 2.0]
 
 
-def test_what_is_added_to_the_module_later_is_refused() -> None:
+def test_what_is_added_to_the_module_later_is_rejected() -> None:
     def program() -> str:
         module = nn.Linear(1, 1, bias=False)
         model = md.DDP(module)
@@ -207,7 +207,7 @@ def test_what_is_added_to_the_module_later_is_refused() -> None:
             model(torch.ones(1, 1))
         return error.value.summary
 
-    summary = "added came into the module after it was wrapped: its gradient is local"
+    summary = "added was added to the module after it was wrapped: its gradient is local"
     assert md.simulate(program, 2) == [summary] * 2
 
 

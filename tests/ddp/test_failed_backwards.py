@@ -58,11 +58,11 @@ def wrapped_again(how: str) -> tuple[str, bool, float]:
         ("hook", "ZeroDivisionError: in a hook"),
     ],
 )
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_wrapper_ends_whose_backward_failed(
-    how: str, expected: str, wire: str, pool: Pool
+    how: str, expected: str, backend: str, pool: Pool
 ) -> None:
-    first, second = pool.run(wrapped_again, 2, how, backend=wire)
+    first, second = pool.run(wrapped_again, 2, how, backend=backend)
     assert expected in first[0]
     assert first[1:] == (True, 1.0) and second[1:] == (True, 2.0)
 

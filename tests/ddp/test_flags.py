@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshdist.ddp import device_streams
-from meshdist.ddp.device_streams import DeferredReader, TailReader, reader_for
+from meshdist.ddp.device_streams import DeferredReader, StatusReader, reader_for
 from tests.ddp.no_synchronization import no_synchronization
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.float16, torch.complex64]
 COPIED = ["copy, non_blocking=True", "record on stream of cpu"]
 
 
-def taken(reader: TailReader) -> list[float] | None:
+def taken(reader: StatusReader) -> list[float] | None:
     found = reader.take()
     return None if found is None else found[:].tolist()
 
@@ -28,7 +28,7 @@ def deferred(accelerator: Accelerator) -> DeferredReader:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_on_the_host_are_read_at_once_and_once(dtype: torch.dtype) -> None:
     reader = reader_for(CPU, 3)
-    assert type(reader) is TailReader and not reader.is_deferred
+    assert type(reader) is StatusReader and not reader.is_deferred
     assert taken(reader) is None
     assert reader.note(torch.tensor([2, 0, 1], dtype=dtype))
     assert [taken(reader), taken(reader)] == [[2.0, 0.0, 1.0], None]

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 import meshdist as md
 from meshdist.ddp import buckets
-from meshdist.ddp.buckets import Averaging, Bucket, Filling
-from meshdist.ddp.reports import Reports
+from meshdist.ddp.buckets import Averaging, Bucket, BucketState
+from meshdist.ddp.gradient_errors import GradientErrors
 
 LARGE = 40_000  # moves in at once
 
@@ -23,7 +23,7 @@ def bucket_of(
     indices: Sequence[int],
     *,
     num_behind: int = 0,
-    is_trailing: bool = False,
+    is_deferred: bool = False,
     as_views: bool = True,
     dtype: torch.dtype | None = None,
     **changes: Any,
@@ -31,20 +31,20 @@ def bucket_of(
     first = parameters[indices[0]]
     count = sum(parameters[index].numel() for index in indices) + num_behind
     averaging = Averaging(None, changes.pop("scale", None), None)
-    given = {"reports": None, **changes}
+    given = {"gradient_errors": None, **changes}
     return Bucket.of_several(
         indices,
         parameters,
         torch.empty(count, dtype=dtype or first.dtype, device=first.device),
         averaging,
         as_views=as_views,
-        is_trailing=is_trailing,
+        is_deferred=is_deferred,
         **given,
     )
 
 
 def give(bucket: Bucket, is_used: list[bool] | None, *, is_complete: bool) -> None:
-    bucket.taking.give(Filling(bucket), is_used, is_complete=is_complete, share=1.0)
+    bucket.copy_mode.give(BucketState(bucket), is_used, is_complete=is_complete, share=1.0)
 
 
 def zeros(*sizes: int | tuple[int, ...], dtype: torch.dtype | None = None) -> list[Parameter]:
@@ -99,7 +99,7 @@ def test_gradients_move_in(size: int, as_views: bool) -> None:
     fresh, _, missing = parameters = zeros(size, size, size)
     bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views)
     fill(parameters, bucket)
-    Filling(bucket).take()
+    BucketState(bucket).take()
     assert bucket.views[0].tolist() == list(range(1, 1 + size))
     assert [view.unique().tolist() for view in bucket.views[1:]] == [[6.0], [0.0]]
     assert (fresh.grad is bucket.views[0]) == as_views
@@ -117,15 +117,15 @@ def test_gradients_move_in_scaled_once(
     fill(parameters, bucket)
     assert fresh.grad is not None
     fresh.grad.fill_(4.0)
-    filling = Filling(bucket)
+    bucket_state = BucketState(bucket)
     for slot in range(bucket.num_at_once)[:1]:
-        bucket.taking.take(filling, slot)
-    assert filling.taken == ({0} if size == LARGE else set())
-    filling.take()
+        bucket.copy_mode.take(bucket_state, slot)
+    assert bucket_state.taken == ({0} if size == LARGE else set())
+    bucket_state.take()
     assert [view.unique().tolist() for view in bucket.views] == [[2.0], [3.0], [0.0]]
     assert (fresh.grad is bucket.views[0]) == (as_views and dtype is None)
     assert missing.grad is None
-    assert not Filling(bucket).taken
+    assert not BucketState(bucket).taken
 
 
 @pytest.mark.parametrize("as_views", [True, False])
@@ -145,7 +145,7 @@ def test_small_gradients_that_are_all_new_move_by_one_call(
     bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views, num_behind=2)
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full(shape, float(number)).t()
-    Filling(bucket).take()
+    BucketState(bucket).take()
     assert calls == [3]
     assert bucket.flat.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
     assert all((p.grad is v) == as_views for p, v in zip(parameters, bucket.views, strict=True))
@@ -158,7 +158,7 @@ def test_gradients_of_channels_last_parameters_move_in_element_by_element() -> N
     bucket = bucket_of(parameters, (0,))
     expected = torch.arange(16.0).view(2, 2, 2, 2)
     weight.grad = expected.clone()
-    Filling(bucket).take()
+    BucketState(bucket).take()
     assert torch.equal(weight.grad, expected) and weight.grad.stride() == weight.stride()
 
 
@@ -167,7 +167,7 @@ def test_gradients_may_be_sent_in_another_dtype_and_then_stay_apart() -> None:
     bucket = bucket_of(parameters, (0, 1), dtype=torch.bfloat16)
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1.5)
-    Filling(bucket).take()
+    BucketState(bucket).take()
     assert bucket.sent.dtype is torch.bfloat16 and bucket.sent.unique().tolist() == [1.5]
     bucket.flat.fill_(2.5)
     give(bucket, None, is_complete=True)
@@ -182,21 +182,23 @@ def test_gradients_may_be_sent_in_another_dtype_and_then_stay_apart() -> None:
 def test_what_is_not_sent_counts_as_zeros() -> None:
     bucket = bucket_of(zeros(2, 3), (0, 1), num_behind=1)
     bucket.sent.fill_(3.0)
-    Filling(bucket).take(is_zero=True)
+    BucketState(bucket).take(is_zero=True)
     assert bucket.sent.tolist() == [0.0] * 5 + [3.0]
 
 
 @pytest.mark.parametrize("others", ["missing", "dense"])
 @pytest.mark.parametrize("size", [2, LARGE])
-def test_a_sparse_gradient_is_refused_by_name(size: int, others: str) -> None:
+def test_a_sparse_gradient_is_rejected_by_name(size: int, others: str) -> None:
     def program() -> str:
         parameters = zeros(size, size)
-        bucket = bucket_of(parameters, (1, 0), reports=Reports(["left", "right"], md.group.WORLD))
+        bucket = bucket_of(
+            parameters, (1, 0), gradient_errors=GradientErrors(["left", "right"], md.group.WORLD)
+        )
         parameters[1].grad = torch.zeros(size).to_sparse()
         if others == "dense":
             parameters[0].grad = torch.zeros(size)
         with pytest.raises(md.errors.GradientError) as error:
-            Filling(bucket).take()
+            BucketState(bucket).take()
         return str(error.value)
 
     (text,) = md.simulate(program, 1)
@@ -205,7 +207,7 @@ def test_a_sparse_gradient_is_refused_by_name(size: int, others: str) -> None:
         "  where:    rank 0, in the world\n"
         "  expected: dense gradients\n"
         "  found:    layout sparse_coo\n"
-        "  fix:      make the embedding with sparse=False"
+        "  fix:      create the embedding with sparse=False"
     )
 
 
@@ -213,14 +215,17 @@ def test_a_sparse_gradient_is_refused_by_name(size: int, others: str) -> None:
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("factor", [0.5, 2, 100])
 @pytest.mark.parametrize("size", [2, LARGE])
-def test_a_gradient_of_another_shape_is_refused_by_name(
+def test_a_gradient_of_another_shape_is_rejected_by_name(
     size: int, factor: float, scale: float | None, is_error: bool
 ) -> None:
     new = int(size * factor)
 
     def program() -> tuple[str, list[float]]:
         parameters = zeros(size, size)
-        given = {"scale": scale, "reports": Reports(["left", "right"], md.group.WORLD)}
+        given = {
+            "scale": scale,
+            "gradient_errors": GradientErrors(["left", "right"], md.group.WORLD),
+        }
         bucket = bucket_of(parameters, (1, 0), num_behind=3, **given)
         for parameter, count in zip(parameters, (size, new), strict=True):
             parameter.data = torch.zeros(count)
@@ -228,19 +233,20 @@ def test_a_gradient_of_another_shape_is_refused_by_name(
         with warnings.catch_warnings():
             warnings.simplefilter("error" if is_error else "ignore")
             with pytest.raises(md.errors.GradientError) as error:
-                Filling(bucket).take()
+                BucketState(bucket).take()
         parameters[1].grad = None
-        Filling(bucket).take()
+        BucketState(bucket).take()
         return str(error.value), bucket.flat.unique().tolist()
 
     ((text, taken),) = md.simulate(program, 1)
     assert taken == [0.0, scale or 1.0]
     assert text == (
-        "right (index 1) has another shape than when the model was wrapped\n"
+        "right (index 1) changed its shape after the model was wrapped\n"
         "  where:    rank 0, in the world\n"
         f"  expected: a gradient of shape ({size},)\n"
         f"  found:    shape ({new},)\n"
-        "  fix:      change the model first, then wrap it: del ddp and its outputs, and wrap again"
+        "  fix:      change the model first, then wrap it: del ddp and its outputs, and wrap "
+        "again"
     )
 
 
@@ -303,5 +309,5 @@ def test_small_gradients_are_kept_for_the_stream_that_reads_them(
     for parameter in parameters[:2]:
         parameter.grad = torch.ones_like(parameter)
     small = parameters[0].grad
-    Filling(bucket_of(parameters, (0, 1, 2))).take()
+    BucketState(bucket_of(parameters, (0, 1, 2))).take()
     assert [grad is small for grad in awaited] == [True]

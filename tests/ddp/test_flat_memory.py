@@ -27,7 +27,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("shm", True), ("gloo", False)])
-def test_memory_is_shared_where_the_wire_shares_any(
+def test_memory_is_shared_where_the_backend_shares_any(
     pool: Pool, backend: str, expected: bool
 ) -> None:
     def program() -> tuple[bool, torch.dtype, list[float]]:
@@ -48,17 +48,17 @@ def test_where_there_is_no_memory_to_share_all_members_keep_ordinary_memory(pool
         group = md.new_group(backend="shm")
         with patch.object(shm, "free_bytes", lambda: 1e6):
             memory = flat_memory(1_000_000, torch.float32, CPU, group)
-        refused = is_shared(memory)
+        rejected = is_shared(memory)
         md.all_reduce(memory.fill_(1.0 + md.get_rank()), group=group)
         later = is_shared(flat_memory(10, torch.float32, CPU, group))
         values = memory.unique().tolist()
         group.close()
-        return refused, later, values
+        return rejected, later, values
 
     assert pool.run(program, 2) == [(False, True, [3.0])] * 2
 
 
-def test_where_one_member_alone_is_refused_all_keep_ordinary_memory(
+def test_where_one_member_alone_is_rejected_all_keep_ordinary_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared = torch.zeros(4)

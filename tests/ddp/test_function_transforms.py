@@ -12,8 +12,8 @@ from torch.func import functional_call, grad, jacfwd, jacrev, vmap
 
 import meshdist as md
 from meshdist.errors import GradientError
+from tests.operations.cases import BACKENDS as WORLDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 BACKENDS = [
     "simulated",
@@ -71,7 +71,7 @@ def test_models_with_buffers_are_transformed(backend: str, size: int, pool: Pool
             warnings.simplefilter("ignore")  # torch deprecates what its forward mode compiles by
             return transformed(is_forward=backend != "simulated")
 
-    assert WIRES[backend](pool, program, size) == [[]] * size
+    assert WORLDS[backend](pool, program, size) == [[]] * size
 
 
 def wrapped_buffers(make: Any) -> Any:
@@ -89,12 +89,12 @@ def test_transforms_of_buffers_raise() -> None:
         return str(caught.value)
 
     assert md.simulate(program, 2) == [
-        "torch.func cannot transform the buffers of a DistributedDataParallel\n"
+        "torch.func cannot transform a DistributedDataParallel that broadcasts buffers\n"
         f"  where:    rank {rank}, the world\n"
-        "  expected: a transform of inputs or parameters, while each forward writes the first "
-        "rank's buffers\n"
-        "  fix:      wrap the model with forward_sync_buffers=False, or transform model.module in "
-        "place of model"
+        "  expected: a transform of inputs or parameters only, since each forward overwrites "
+        "the buffers\n"
+        "  fix:      wrap the model with forward_sync_buffers=False, or transform "
+        "model.module instead of model"
         for rank in range(2)
     ]
 

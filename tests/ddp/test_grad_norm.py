@@ -19,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     AxisTypeError,
@@ -27,9 +26,10 @@ from meshdist.errors import (
     KindError,
     MeshdistError,
     MeshError,
+    MismatchError,
 )
 from tests.pool import Pool
-from tests.typed_contexts.typed_cases import in_mesh
+from tests.typed_mode.typed_cases import in_mesh
 
 F32, F64 = torch.float32, torch.float64
 AXES = ("pod", "dp", "tp")
@@ -114,9 +114,9 @@ def clipped_shards(
     held = [md.shard(x, md.NamedSharding(mesh, p)) for x, p in zip(whole, specs, strict=True)]
     parameters = [parameter_of(x) for x in held]
     group = mesh.open_group()
-    before = group.channels[0].recorder.sequence if group.channels else 0
+    before = group.device_groups[0].recorder.sequence if group.device_groups else 0
     norm = md.clip_grad_norm_(parameters, max_norm, order, foreach=foreach, mesh=mesh)
-    count = (group.channels[0].recorder.sequence if group.channels else 0) - before
+    count = (group.device_groups[0].recorder.sequence if group.device_groups else 0) - before
     _, scaled = clipped_whole(whole, max_norm, order)
     for parameter, x, spec in zip(parameters, scaled, specs, strict=True):
         expected = md.shard(x, md.NamedSharding(mesh, spec))
@@ -558,36 +558,35 @@ def test_refusals_of_dtensors() -> None:
     assert lines[0] == "clip_grad_norm_ of a gradient that is unreduced over 'tp'"
     assert lines[-2:] == [
         "  found:    parameter 0, float32[4]",
-        "  fix:      p.grad = p.grad.redistribute(placements=p.placements)",
+        "  fix:      reduce it first: p.grad = p.grad.redistribute(placements=p.placements)",
     ]
     lines = mesh.splitlines()
-    assert lines[0] == (
-        "clip_grad_norm_: a DTensor lies over ranks that are along no axes of the mesh"
-    )
+    assert lines[0] == ("clip_grad_norm_: the ranks of a DTensor form no axes of the mesh")
     assert lines[2:] == [
-        "  expected: ranks along one or several axes of DeviceMesh(tp=2)",
+        "  expected: the ranks along one or several axes of DeviceMesh(tp=2)",
         "  found:    parameter 1, float32[4], as S(0) over ranks 1, 3",
-        "  fix:      clip with a mesh that has the axis: mesh=md.DeviceMesh.from_torch(...)",
+        "  fix:      pass a mesh that has this axis: mesh=md.DeviceMesh.from_torch(...)",
     ]
     assert mixed == (
-        "clip_grad_norm_ of DTensors on several meshes, or beside plain tensors: no mesh is in "
-        "force\n"
-        "  expected: a mesh whose axes are named\n"
-        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., mesh=mesh)"
+        "clip_grad_norm_ of DTensors on several meshes, or mixed with plain tensors: there "
+        "is no current mesh\n"
+        "  expected: a mesh with named axes\n"
+        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., "
+        "mesh=mesh)"
     )
     assert theirs == (
-        "clip_grad_norm_ takes a mesh\n"
+        "clip_grad_norm_ requires a mesh as mesh=\n"
         "  expected: a DeviceMesh of meshdist\n"
         "  found:    a torch.distributed.device_mesh.DeviceMesh\n"
-        "  fix:      make ours of it: DeviceMesh.from_torch(mesh)"
+        "  fix:      convert it: DeviceMesh.from_torch(mesh)"
     )
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- rejections ------------------------------------------------------------------------------------
 
 
-def refused(kind: type[MeshdistError], body: Callable[[md.DeviceMesh], Any]) -> list[str]:
-    """The texts with which all four ranks are refused."""
+def rejected(kind: type[MeshdistError], body: Callable[[md.DeviceMesh], Any]) -> list[str]:
+    """The texts with which all four ranks are rejected."""
 
     def program(mesh: md.DeviceMesh) -> str:
         with pytest.raises(kind) as caught:
@@ -609,16 +608,15 @@ def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks() -> None:
         finally:
             assert all(torch.equal(p.grad, x) for p, x in zip(both, before, strict=True))
 
-    for rank, text in enumerate(refused(GradientError, body)):
+    for rank, text in enumerate(rejected(GradientError, body)):
         lines = text.splitlines()
         assert lines[0] == "clip_grad_norm_: the norm of all gradients is inf"
         assert f"rank {rank} " in lines[1]
         assert lines[2:] == [
-            "  expected: a finite norm, here of order 2.0, as error_if_nonfinite=True asks",
-            "  found:    a gradient with NaN or infinity, or with numbers too large for their "
-            "dtype",
-            "  fix:      nothing has been scaled: leave this step out on every rank, or look for "
-            "the loss that is not finite",
+            "  expected: a finite norm of order 2.0, required by error_if_nonfinite=True",
+            "  found:    a gradient with NaN, infinity, or values too large for their dtype",
+            "  fix:      skip this step on every rank (no gradient has been scaled), or "
+            "correct the loss that is not finite",
         ]
 
 
@@ -630,16 +628,16 @@ def test_a_gradient_that_is_unreduced(is_cut: bool) -> None:
         return md.clip_grad_norm_([parameter], 1.0, mesh=mesh)
 
     mark, shown = (", varying='dp'", "{V:dp R:tp}") if is_cut else ("", "{R:tp}")
-    for text in refused(AxisTypeError, body):
+    for text in rejected(AxisTypeError, body):
         lines = text.splitlines()
         assert lines[0] == "clip_grad_norm_ of a gradient that is unreduced over 'tp'"
         assert "axis 'tp' (size 2)" in lines[1]
         assert lines[2:] == [
-            "  expected: complete gradients: the norm of a sum does not follow from those of its "
-            "summands",
+            "  expected: complete gradients (the norm of a sum cannot be computed from partial "
+            "sums)",
             f"  found:    parameter 0, float32[4]{shown}",
-            f"  fix:      sum it first: p.grad = md.annotate(lax.psum(p.grad, 'tp'){mark}); or "
-            "clip behind md.accumulate_gradients, which sums at its end",
+            f"  fix:      reduce it first: p.grad = md.annotate(lax.psum(p.grad, 'tp'){mark}); or "
+            "clip after md.accumulate_gradients, which reduces at its end",
         ]
 
 
@@ -659,7 +657,7 @@ def test_unreduced_gradients_that_are_complete() -> None:
     md.annotate(alone, reduced="tp")
     with pytest.raises(AxisTypeError, match="of a gradient that is unreduced over 'tp'"):
         md.clip_grad_norm_([alone], 1.0)
-    # Over an axis of one rank its summand is the sum.
+    # Over an axis of one rank its partial sum is the sum.
     assert (
         in_mesh(lambda mesh: md.clip_grad_norm_([alone], 9.0, mesh=mesh).item(), shape=(4, 1))
         == [2.0] * 4
@@ -675,7 +673,7 @@ def test_a_skipped_backward_of_a_wrapper_leaves_gradients_unreduced() -> None:
             model(x).sum().backward()
             return md.clip_grad_norm_(model.parameters(), 1.0)
 
-    for text in refused(AxisTypeError, body):
+    for text in rejected(AxisTypeError, body):
         assert text.startswith("clip_grad_norm_ of a gradient that is unreduced over 'dp'\n")
 
 
@@ -690,7 +688,7 @@ def test_a_backward_in_inference_mode_leaves_gradients_local() -> None:
         cut = md.annotate(parameter_of(torch.ones(4, 2)), "f@dp d", mesh=mesh)
         return md.clip_grad_norm_([*model.parameters(), cut], 1.0, mesh=mesh)
 
-    for text in refused(GradientError, body):
+    for text in rejected(GradientError, body):
         assert "no_sync" in text
 
 
@@ -699,9 +697,10 @@ def test_parameters_that_are_cut_without_a_mesh() -> None:
     with pytest.raises(MeshError) as caught:
         md.clip_grad_norm_([parameter], 1.0)
     assert str(caught.value) == (
-        "clip_grad_norm_ of a parameter that is cut over 'tp': no mesh is in force\n"
-        "  expected: a mesh whose axes are named\n"
-        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., mesh=mesh)"
+        "clip_grad_norm_ of a parameter that is sharded over 'tp': there is no current mesh\n"
+        "  expected: a mesh with named axes\n"
+        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., "
+        "mesh=mesh)"
     )
 
 
@@ -709,7 +708,7 @@ def test_an_axis_that_the_mesh_lacks() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         return md.clip_grad_norm_(shards(mesh), 1.0, mesh=mesh["dp"])
 
-    for text in refused(AxisError, body):
+    for text in rejected(AxisError, body):
         assert text == (
             "no axis 'tp' in the mesh\n"
             "  where:    clip_grad_norm_ on DeviceMesh(dp=2)\n"
@@ -720,8 +719,8 @@ def test_an_axis_that_the_mesh_lacks() -> None:
         with mesh, mesh["dp"]:
             return md.clip_grad_norm_(shards(mesh), 1.0)
 
-    for text in refused(AxisError, hidden):
-        assert "an outer `with mesh:` is of DeviceMesh(dp=2, tp=2), which has 'tp'" in text
+    for text in rejected(AxisError, hidden):
+        assert "an outer `with mesh:` of DeviceMesh(dp=2, tp=2), which has axis 'tp'" in text
 
 
 def test_ranks_that_pass_other_arguments() -> None:
@@ -736,14 +735,14 @@ def test_ranks_that_pass_other_arguments() -> None:
         return md.clip_grad_norm_(both, 1.0, mesh=mesh)
 
     for body in (other_parameters, missing):
-        for text in refused(AgreementError, body):
+        for text in rejected(MismatchError, body):
             assert "with 1 gradients, of 3 elements, that are equal on all ranks" in text
             assert "with 0 gradients, of 0 elements, that are equal on all ranks" in text
 
     def other_norm(mesh: md.DeviceMesh) -> Any:
         return md.clip_grad_norm_(shards(mesh), 1.0 + (mesh.world.rank == 3), mesh=mesh)
 
-    for text in refused(AgreementError, other_norm):
+    for text in rejected(MismatchError, other_norm):
         assert "clip_grad_norm_(max_norm=1.0, norm_type=2.0, error_if_nonfinite=False)" in text
         assert "clip_grad_norm_(max_norm=2.0, norm_type=2.0, error_if_nonfinite=False)" in text
 
@@ -754,31 +753,39 @@ def test_ranks_that_pass_other_arguments() -> None:
         (
             KindError,
             {"parameters": nn.Linear(1, 1)},
-            "clip_grad_norm_ takes parameters\n"
+            "clip_grad_norm_ requires an iterable of parameters\n"
             "  found:    a Linear\n"
-            "  fix:      give it module.parameters()",
+            "  fix:      pass module.parameters()",
         ),
-        (KindError, {"parameters": 3}, "clip_grad_norm_ takes parameters\n  found:    a int"),
+        (
+            KindError,
+            {"parameters": 3},
+            ("clip_grad_norm_ requires an iterable of parameters\n  found:    a int"),
+        ),
         (
             KindError,
             {"parameters": nn.Linear(1, 1).named_parameters()},
-            "clip_grad_norm_ takes parameters alone\n"
-            "  expected: tensors with gradients\n"
+            "clip_grad_norm_ requires parameters\n"
+            "  expected: tensors in the iterable\n"
             "  found:    entry 0 is a tuple\n"
-            "  fix:      give it module.parameters(), without names",
+            "  fix:      pass module.parameters(), without names",
         ),
         (KindError, {"max_norm": "1"}, "clip_grad_norm_: max_norm must be a number"),
         (
             ArgumentError,
             {"max_norm": -1},
-            "clip_grad_norm_: max_norm is no norm\n  expected: a number from 0\n  found:    -1.0",
+            (
+                "clip_grad_norm_: max_norm must not be negative\n"
+                "  expected: a number from 0\n"
+                "  found:    -1.0"
+            ),
         ),
-        (ArgumentError, {"max_norm": math.nan}, "clip_grad_norm_: max_norm is no norm"),
+        (ArgumentError, {"max_norm": math.nan}, "clip_grad_norm_: max_norm must not be negative"),
         (KindError, {"norm_type": "nuc"}, "clip_grad_norm_: norm_type must be a number"),
         (
             ArgumentError,
             {"norm_type": 0},
-            "clip_grad_norm_: norm_type is the order of no norm\n"
+            "clip_grad_norm_: norm_type must be positive\n"
             "  expected: a number above 0, or math.inf\n"
             "  found:    0",
         ),
@@ -811,14 +818,14 @@ def test_sparse_gradients() -> None:
         with pytest.raises(KindError) as caught:
             md.clip_grad_norm_(parameters, 1.0)
         assert str(caught.value) == (
-            "clip_grad_norm_ takes dense gradients\n"
+            "clip_grad_norm_ requires dense gradients\n"
             "  found:    parameter 0, float32[3, 2], whose gradient is torch.sparse_coo\n"
-            "  fix:      parameter.grad = parameter.grad.to_dense()"
+            "  fix:      convert it: parameter.grad = parameter.grad.to_dense()"
         )
 
 
 def test_an_empty_generator() -> None:
-    with pytest.warns(UserWarning, match=r"the generator has no parameters \(left\)"):
+    with pytest.warns(UserWarning, match=r"the generator yields no \(more\) parameters"):
         md.clip_grad_norm_((each for each in ()), 1.0)
 
 
@@ -829,11 +836,11 @@ def test_a_device_without_kernels_for_many_tensors() -> None:
         return md.clip_grad_norm_([parameter], 1.0, foreach=True, mesh=mesh)
 
     assert (
-        refused(KindError, body)
+        rejected(KindError, body)
         == [
-            "clip_grad_norm_: torch has no kernels for many tensors on meta\n"
+            "clip_grad_norm_: torch has no foreach kernels for meta\n"
             "  found:    foreach=True\n"
-            "  fix:      leave foreach out"
+            "  fix:      remove foreach=True"
         ]
         * 4
     )

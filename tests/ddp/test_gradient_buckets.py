@@ -16,12 +16,12 @@ from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     BackendError,
     DtypeError,
     GradientError,
     KindError,
+    MismatchError,
 )
 from tests.inner import flat_sums
 from tests.pool import Pool
@@ -125,7 +125,7 @@ def test_a_part_of_the_tree_is_ready_at_once() -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_averages_over_processes(pool: Pool, backend: str) -> None:
-    """Here too the memory lies where the wire shares it."""
+    """Here too the memory lies where the backend shares it."""
 
     def is_shared(array: np.ndarray) -> bool:
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -217,7 +217,7 @@ def test_dataclasses_are_nodes_whose_fields_are_written() -> None:
     assert md.simulate(program, 2) == [([5.0] * 2, [3.0], [1.5] * 3)] * 2
 
 
-def test_a_field_that_is_no_array_is_refused_by_name() -> None:
+def test_a_field_that_is_no_array_is_rejected_by_name() -> None:
     @dataclass
     class Layer:
         weight: Any
@@ -359,18 +359,18 @@ def test_its_repr_tells_arrays_and_buckets() -> None:
         ),
     ],
 )
-def test_trees_that_differ_are_refused_on_every_rank(
+def test_trees_that_differ_are_rejected_on_every_rank(
     tree: Callable[[int], Any], found: str
 ) -> None:
     def program() -> str:
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             md.GradientBuckets(tree(md.get_rank()))
         return str(error.value)
 
     for text in md.simulate(program, 2):
-        assert "GradientBuckets: the ranks hold different trees" in text
+        assert "GradientBuckets: the ranks' trees differ" in text
         assert found in text
-        assert "arrays of equal shapes and dtypes under equal paths" in text
+        assert "arrays of the same paths, shapes and dtypes" in text
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_trees_that_differ_are_refused_on_every_rank(
         ([np.zeros(2)], {"bucket_cap_mb": "1"}, KindError, "bucket_cap_mb must be a number"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused_before_anything_is_sent(
+def test_what_cannot_be_averaged_is_rejected_before_anything_is_sent(
     tree: Any, options: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
     def program() -> str:
@@ -401,7 +401,7 @@ def test_what_cannot_be_averaged_is_refused_before_anything_is_sent(
         assert text in told
 
 
-def test_what_is_ready_already_is_refused_and_changes_nothing() -> None:
+def test_what_is_ready_already_is_rejected_and_changes_nothing() -> None:
     def program() -> list[float]:
         gradients = md.GradientBuckets({"layer": [np.zeros(1), np.zeros(1)]})
         gradients.views["layer"][1][:] = md.get_rank()
@@ -410,10 +410,12 @@ def test_what_is_ready_already_is_refused_and_changes_nothing() -> None:
             with pytest.raises(GradientError) as error:
                 gradients.ready(path)
             text = str(error.value)
-            assert "the gradient tree['layer'][1] is ready already" in text
+            assert "the gradient tree['layer'][1] is already ready" in text
             assert f"rank {md.get_rank()}, GradientBuckets on the world" in text
             assert "between two calls of wait()" in text
-        with pytest.raises(ArgumentError, match=r"ready: there is no leaf at path \('layer', 2\)"):
+        with pytest.raises(
+            ArgumentError, match=r"ready: the tree has no leaf at path \('layer', 2\)"
+        ):
             gradients.ready(("layer", 2))
         gradients.views["layer"][0][:] = md.get_rank()
         gradients.ready(("layer", 0))

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
+from tests.operations.cases import BACKENDS as WORLDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 BACKENDS = [
     "simulated",
@@ -129,7 +129,7 @@ def test_hidden_losses_are_averaged(size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_hidden_losses_are_averaged_on_every_backend(backend: str, size: int, pool: Pool) -> None:
-    assert WIRES[backend](pool, train, size, KINDS, {}) == [[]] * size
+    assert WORLDS[backend](pool, train, size, KINDS, {}) == [[]] * size
 
 
 def local() -> list[float]:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import meshdist as md
+from tests.operations.cases import BACKENDS as WORLDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 BACKENDS = [
     "simulated",
@@ -88,7 +88,7 @@ def test_kept_gradients_stay(size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_kept_gradients_stay_on_every_backend(backend: str, size: int, pool: Pool) -> None:
-    assert WIRES[backend](pool, keep, size, [*KEEPING], {}) == [[]] * size
+    assert WORLDS[backend](pool, keep, size, [*KEEPING], {}) == [[]] * size
 
 
 def keep_on_one_rank() -> list[str]:
@@ -111,7 +111,7 @@ def keep_on_one_rank() -> list[str]:
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_rank_alone_may_keep_gradients(backend: str, size: int, pool: Pool) -> None:
-    assert WIRES[backend](pool, keep_on_one_rank, size) == [[]] * size
+    assert WORLDS[backend](pool, keep_on_one_rank, size) == [[]] * size
 
 
 def places() -> list[int]:
@@ -131,7 +131,7 @@ def places() -> list[int]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ordinary_steps_use_the_same_memory(backend: str, pool: Pool) -> None:
-    assert WIRES[backend](pool, places, 2) == [[1, 1]] * 2
+    assert WORLDS[backend](pool, places, 2) == [[1, 1]] * 2
 
 
 def sums_in_place() -> list[bool]:

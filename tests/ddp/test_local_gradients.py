@@ -36,11 +36,11 @@ def test_optimizers_inside_the_backward_raise(is_wrapped: bool, has_hooks: bool,
         with pytest.raises(GradientError) as caught:
             model(torch.ones(1, 2))
         assert str(caught.value) == (
-            "an optimizer steps inside the backward, before gradients are averaged\n"
+            "an optimizer steps during the backward, before gradients are averaged\n"
             "  expected: parameters without _apply_optimizer_in_backward\n"
             "  found:    Sequential has parameters with _in_backward_optimizers\n"
-            "  fix:      call optimizer.step() after backward(); to keep optimizer states in "
-            "shards, use torch's ZeroRedundancyOptimizer or fully_shard on mesh.to_torch()"
+            "  fix:      call optimizer.step() after backward(); to shard optimizer states, "
+            "use torch's ZeroRedundancyOptimizer or fully_shard on mesh.to_torch()"
         )
 
     md.simulate(program, size)
@@ -69,18 +69,18 @@ def in_a_context(meeting: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_forward_in_a_context_of_distributed_autograd_raises(
-    wire: str, pool: Pool, tmp_path: Path
+    backend: str, pool: Pool, tmp_path: Path
 ) -> None:
-    found = pool.run(in_a_context, 2, str(tmp_path / "meeting"), backend=wire)
+    found = pool.run(in_a_context, 2, str(tmp_path / "meeting"), backend=backend)
     for rank, (text, gradient) in enumerate(found):
         assert text == (
             "DistributedDataParallel cannot average gradients of torch.distributed.autograd\n"
             f"  where:    rank {rank}, in the world\n"
             "  expected: forward and backward outside torch.distributed.autograd.context()\n"
             "  found:    a distributed autograd context, whose gradients are not in .grad\n"
-            "  fix:      call loss.backward() outside the context, or pass activations between "
-            "ranks by lax.ppermute, which has a gradient"
+            "  fix:      call loss.backward() outside the context, or pass activations "
+            "between ranks with lax.ppermute, which is differentiable"
         )
         assert gradient == 1.5

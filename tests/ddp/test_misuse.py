@@ -13,22 +13,22 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.errors import AgreementError, GradientError
+from meshdist.errors import GradientError, MismatchError
 from tests.ddp.everyday_programs import batch_of, mlp
 from tests.pool import Pool
 
 Run = Callable[..., list[Any]]
-PARTED = "the replicas have parted: gradients of different models are averaged"
+PARTED = "the replicas have diverged: gradients of different models are averaged"
 
 
 @pytest.fixture(params=["simulated-2", "simulated-3", "shm-3", "gloo-2"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """``run(fn)`` on simulated ranks, and on processes over two wires."""
-    wire, num_ranks = request.param.split("-")
-    if wire == "simulated":
+    """``run(fn)`` on simulated ranks, and on processes over two backends."""
+    backend, num_ranks = request.param.split("-")
+    if backend == "simulated":
         return lambda fn: md.simulate(fn, int(num_ranks))
     pool: Pool = request.getfixturevalue("pool")
-    return lambda fn: pool.run(fn, int(num_ranks), backend=wire)
+    return lambda fn: pool.run(fn, int(num_ranks), backend=backend)
 
 
 def texts_of(run: Run, programs: list[Callable[[], Any]]) -> dict[str, list[str]]:
@@ -253,7 +253,7 @@ def test_the_error_names_the_rank_that_differs_and_its_fix_finds_the_step(run: R
     for rank, text in enumerate(texts):
         where, expected, parted, *more, fix = text.splitlines()[1:]
         assert where == f"  where:    rank {rank}, backward 2 over the world"
-        assert "the same bits in every parameter on every rank, eval() on all or none" in expected
+        assert "bitwise equal parameters on every rank, and eval() on all ranks or none" in expected
         assert f"0.weight, shape (6, 4), float64: rank 1 differs from {others}, by up" in parted
         assert len(more) == 3
         assert "learning rate" in fix
@@ -266,10 +266,10 @@ def test_the_call_that_the_error_proposes_runs_as_it_is_written() -> None:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         over = {"device_mesh": mesh[axes]} if axes else {"process_group": md.group.WORLD}
         model = md.DDP(mlp(), **over)
-        with pytest.raises(GradientError, match="have parted") as parted:
+        with pytest.raises(GradientError, match="have diverged") as diverged:
             train(model, Sgd(model, 0.1 + 0.01 * md.get_rank()), 3)
-        fix = parted.value.fix
-        call = fix[fix.index("md.assert_equal(") : fix.index(", or for a bit")]
+        fix = diverged.value.fix
+        call = fix[fix.index("md.assert_equal(") : fix.index(" (check loaded")]
         with pytest.raises(md.UnequalError, match="not the same on every rank"):
             eval(call, {"md": md, "mesh": mesh, "model": model})
         return call
@@ -353,7 +353,7 @@ def test_a_parameter_frozen_on_one_rank_is_an_error_on_all(run: Run) -> None:
     for texts in run(lambda: [program(is_late) for is_late in (True, False)]):
         for text in texts:
             assert "rank 1: 0.weight (index 0)" in text
-            assert "freeze and unfreeze alike on every rank" in text
+            assert "freeze and unfreeze the same parameters on every rank" in text
 
 
 # -- training past the wrapper --------------------------------------------------------------------
@@ -399,13 +399,13 @@ def test_steps_that_never_go_through_the_wrapper_are_warned_of_once(run: Run) ->
     for texts in texts_of(run, [*mistakes, parts_are_called_between_evaluations]).values():
         assert len(texts) == num_ranks
         for text in texts:
-            assert "and none of its outputs, 8 times in a row" in text
-            assert "call model(x), the wrapper, in place of model.module(x)" in text
+            assert "but none of its outputs, 8 times in a row" in text
+            assert "call model(x) on the wrapper instead of model.module(x)" in text
     quiet = [seven_looks_between_steps, sums_under_no_sync]
     assert texts_of(run, quiet) == {one.__name__: [] for one in quiet}
 
 
-def test_an_array_in_the_place_of_a_view_is_refused(run: Run) -> None:
+def test_an_array_in_the_place_of_a_view_is_rejected(run: Run) -> None:
     def program() -> tuple[str, list[float]]:
         gradients = md.GradientBuckets({"w": torch.ones(2)})
         view, mine = gradients.views["w"], torch.full((2,), 1.0 + md.get_rank())
@@ -419,7 +419,7 @@ def test_an_array_in_the_place_of_a_view_is_refused(run: Run) -> None:
     found = run(program)
     mean = (1 + len(found)) / 2
     for text, averages in found:
-        assert text.startswith("an array was put in the place of a view of GradientBuckets")
+        assert text.startswith("a view of GradientBuckets was replaced by another array")
         assert "views['w'][...] = gradient" in text
         assert averages == [mean] * 2
 
@@ -438,7 +438,7 @@ def test_averagers_whose_steps_differ_are_an_error_on_all(run: Run) -> None:
         weight.grad = torch.ones(1)
         averager = md.PeriodicModelAverager(period=3 if is_odd() and not is_loaded else 2)
         averager.step = int(is_odd() and is_loaded)  # a state that one rank has loaded
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             four_times(averager.average_parameters, [weight])
         return str(error.value)
 
@@ -446,7 +446,7 @@ def test_averagers_whose_steps_differ_are_an_error_on_all(run: Run) -> None:
         assert "step: rank" in loaded
         assert "rank 1: 2" in loaded
         assert "rank 1: 3" in periods
-        assert "let step and period be equal on every rank" in periods
+        assert "use the same step and period on every rank" in periods
 
 
 def test_an_epoch_that_was_not_set_is_warned_of_once() -> None:
@@ -460,7 +460,7 @@ def test_an_epoch_that_was_not_set_is_warned_of_once() -> None:
     assert warned(lambda: epochs(is_told=True)) == []
     assert warned(lambda: epochs(is_told=False, shuffle=False)) == []
     assert warned(lambda: epochs(is_told=False)) == [
-        "samples come in the order of epoch 0 again: call sampler.set_epoch(epoch) before each "
+        "the sampler repeats the order of epoch 0: call sampler.set_epoch(epoch) before each "
         "epoch, or pass shuffle=False"
     ]
 
@@ -533,7 +533,7 @@ def test_a_sampler_over_the_world_gives_ranks_of_one_replica_different_samples()
         shares = md.DistributedSampler(range(8), mesh["dp"], shuffle=False)
         return list(md.DistributedSampler(range(8), shuffle=False)), list(shares)
 
-    with pytest.warns(UserWarning, match="name the axis that splits data"):
+    with pytest.warns(UserWarning, match="pass the axis that splits the data"):
         (of_first, right), (of_second, as_right), *_ = md.simulate(program, (2, 2))
     assert set(of_first).isdisjoint(of_second)
     assert right == as_right
@@ -557,7 +557,7 @@ def test_uneven_data_without_a_join_context_deadlock() -> None:
     with pytest.raises(md.DeadlockError) as error:
         md.simulate(program, 2)
     assert "rank 0: returned" in str(error.value)
-    assert error.value.fix.startswith(f"{JOIN}; else make every member call the same verbs")
+    assert error.value.fix.startswith(f"{JOIN}; else call the same collectives")
 
 
 JOIN = "if ranks have unequal numbers of batches, loop over md.uneven, or use `with ddp.join():`"
@@ -581,7 +581,7 @@ def uneven(in_context: bool, then_calls: bool) -> str:
 @pytest.mark.parametrize("then_calls", [False, True])
 def test_uneven_data_without_a_join_context_between_processes(pool: Pool, then_calls: bool) -> None:
     _, fix = pool.run(uneven, 2, False, then_calls)
-    how = "make every member call" if then_calls else "look at the rank that ended"
+    how = "call the same collectives" if then_calls else "resolve the error of the rank that exited"
     assert fix.startswith(f"{JOIN}; else {how}")
     assert pool.run(uneven, 2, True, then_calls) == ["", ""]
 
@@ -604,7 +604,9 @@ def typed_gradient(enter: Callable[[], Any], is_behind: bool = False) -> list[fl
 
 def test_a_backward_behind_a_typed_context_takes_any_loss() -> None:
     assert typed_gradient(contextlib.nullcontext, is_behind=True) == [3.0] * 2
-    with pytest.raises(md.AxisTypeError, match="backward of a loss that varies over 'dp'"):
+    with pytest.raises(
+        md.AxisTypeError, match="backward cannot start from a loss that varies over 'dp'"
+    ):
         typed_gradient(contextlib.nullcontext)
 
 
@@ -620,7 +622,7 @@ def test_eval_of_a_synchronised_norm_on_one_rank_is_told_on_all() -> None:
             model.eval()
         train(model, Sgd(model))
 
-    with pytest.raises(AgreementError, match="the members of a group disagree about their call"):
+    with pytest.raises(MismatchError, match="collective mismatch: ranks made different calls"):
         md.simulate(program, 2)
 
 
@@ -631,7 +633,7 @@ def test_a_hook_on_one_rank_alone_is_told_on_all() -> None:
             model.register_comm_hook(None, md.comm_hooks.bf16_compress_hook)
         train(model, Sgd(model))
 
-    with pytest.raises(AgreementError, match="the members of a group disagree about their call"):
+    with pytest.raises(MismatchError, match="collective mismatch: ranks made different calls"):
         md.simulate(program, 2)
 
 

@@ -37,7 +37,7 @@ def parameters(mesh: md.DeviceMesh) -> list[nn.Parameter]:
 
 
 def refusal(mesh: md.DeviceMesh, given: Any, order: float = 2.0, **more: Any) -> str:
-    """The text with which a clip is refused, which has scaled nothing."""
+    """The text with which a clip is rejected, which has scaled nothing."""
     given = [*given]
     before = [None if p.grad is None else p.grad.clone() for p in given]
     with pytest.raises(GradientError) as raised:
@@ -77,26 +77,27 @@ def check_lacking(case: str, texts: list[str]) -> None:
     for rank, text in enumerate(texts):
         first, where, rest = text.split("\n", 2)
         assert first == (
-            "clip_grad_norm_: some of the ranks that hold the same elements lack their gradient"
+            "clip_grad_norm_: only some of the ranks that hold the same elements have a gradient"
         )
         assert f"rank {rank} (" in where and "DeviceMesh(dp=2, tp=2)" in where
         assert rest == (
-            "  expected: a gradient on all ranks that hold the same part of a parameter, or on "
-            f"none\n  found:    {FOUND[case]}\n"
-            "  fix:      let the loss of each of these ranks depend on it; or let zeros stand in: "
+            "  expected: a gradient on all ranks that hold the same part of a parameter, or "
+            "on none of them\n"
+            f"  found:    {FOUND[case]}\n"
+            "  fix:      use the parameter in the loss of each of these ranks; or set zeros: "
             "p.grad = torch.zeros_like(p)"
         )
 
 
 @pytest.mark.parametrize("case", LACKING)
-def test_a_gradient_that_some_holders_lack_is_refused_on_all_ranks(case: str) -> None:
+def test_a_gradient_that_some_holders_lack_is_rejected_on_all_ranks(case: str) -> None:
     check_lacking(case, md.simulate(lacking, 4, (case,)))
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_on_processes(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_on_processes(pool: Pool, backend: str) -> None:
     for case in LACKING:
-        check_lacking(case, pool.run(lacking, 4, case, backend=wire))
+        check_lacking(case, pool.run(lacking, 4, case, backend=backend))
 
 
 def test_over_two_hosts(two_hosts: TwoHosts) -> None:
@@ -109,7 +110,7 @@ def test_what_the_refusal_proposes() -> None:
         given = parameters(mesh)
         if mesh.get_local_rank("dp") == 1:
             given[0].grad = None
-        fix = refusal(mesh, given).rpartition("zeros stand in: ")[2]
+        fix = refusal(mesh, given).rpartition("set zeros: ")[2]
         for p in given:
             if p.grad is None:
                 exec(fix, {"p": p, "torch": torch})
@@ -132,7 +133,7 @@ def test_the_largest_value_is_that_of_the_holders_that_have_it() -> None:
     assert md.simulate(program, 4) == [8.0] * 4
 
 
-def test_holders_of_another_number_of_parameters_are_refused() -> None:
+def test_holders_of_another_number_of_parameters_are_rejected() -> None:
     def program() -> str:
         mesh = open_mesh()
         given = parameters(mesh)
@@ -143,7 +144,7 @@ def test_holders_of_another_number_of_parameters_are_refused() -> None:
 
 
 @st.composite
-def presences(draw: st.DrawFn) -> Any:
+def livenesses(draw: st.DrawFn) -> Any:
     shape = draw(
         st.sampled_from([(1, 1, 2), (1, 2, 2), (2, 2, 2), (1, 3, 2), (2, 1, 3), (2, 2, 4)])
     )
@@ -152,7 +153,7 @@ def presences(draw: st.DrawFn) -> Any:
     return shape, [frozenset(axes) for axes in cuts], seed
 
 
-@given(presences(), st.booleans())
+@given(livenesses(), st.booleans())
 @example(case=((2, 2, 2), [frozenset({"dp", "tp"})], 434), agrees=False)  # none in the second pod
 def test_the_sum_of_flags_is_zero_where_holders_agree_alone(case: Any, agrees: bool) -> None:
     shape, cuts, seed = case
@@ -189,7 +190,7 @@ def test_the_sum_of_flags_is_zero_where_holders_agree_alone(case: Any, agrees: b
     assert (sum(md.simulate(program, math.prod(shape))) == 0) == is_equal
 
 
-# -- gradients that no backward has averaged ------------------------------------------------------
+# -- gradients that are not averaged ---------------------------------------------------------------
 
 
 class Split(nn.Module):
@@ -225,26 +226,26 @@ def local(order: float) -> str:
 def check_local(texts: list[str]) -> None:
     for rank, text in enumerate(texts):
         first, where, rest = text.split("\n", 2)
-        assert first == "clip_grad_norm_ of gradients that no backward has averaged"
+        assert first == "clip_grad_norm_ of gradients that are not averaged"
         assert f"rank {rank} (" in where and "DeviceMesh(dp=2, tp=2)" in where
         assert rest == (
-            "  expected: gradients behind a backward outside of no_sync(), which averages them "
+            "  expected: gradients after a backward outside no_sync(), which averages them "
             "over 'dp'\n"
             "  found:    parameter 0, float32[2]{V:tp R:dp}, on ranks 0-3\n"
             "            parameter 1, float32[2]{R:dp}, on ranks 0-3\n"
-            "  fix:      clip behind that backward; for the norm of each replica's own: "
+            "  fix:      clip after that backward; for a separate norm per replica, pass "
             "mesh=mesh['tp']"
         )
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
-def test_gradients_under_no_sync_are_refused_on_all_ranks(order: float) -> None:
+def test_gradients_under_no_sync_are_rejected_on_all_ranks(order: float) -> None:
     check_local(md.simulate(local, 4, (order,)))
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_gradients_under_no_sync_on_processes(pool: Pool, wire: str) -> None:
-    check_local(pool.run(local, 4, 2.0, backend=wire))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_gradients_under_no_sync_on_processes(pool: Pool, backend: str) -> None:
+    check_local(pool.run(local, 4, 2.0, backend=backend))
 
 
 def test_one_rank_under_no_sync_is_named_on_all() -> None:

@@ -1,4 +1,5 @@
-"""Over an axis that NCCL serves a wrapper opens no wire for CPU tensors: all lies on the device."""
+"""Over an axis that NCCL serves a wrapper opens no backend for CPU tensors: all lies on the
+device."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def joins(model: nn.Module, dp: md.DeviceMesh) -> None:
 
 def differs(model: nn.Module, dp: md.DeviceMesh) -> None:
     extra = nn.Linear(1 + dp.get_local_rank(), 1, device="cuda")
-    with pytest.raises(md.AgreementError, match="the ranks wrap different"):
+    with pytest.raises(md.MismatchError, match="the ranks wrap different"):
         md.DDP(nn.Sequential(model, extra), device_mesh=dp)
 
 
@@ -79,26 +80,26 @@ def parts(model: nn.Module, dp: md.DeviceMesh) -> None:
         with torch.no_grad():
             model.last.weight += 1
     step(wrapped)
-    with pytest.raises(md.errors.GradientError, match="the replicas have parted"):
+    with pytest.raises(md.errors.GradientError, match="the replicas have diverged"):
         step(wrapped)
 
 
 @pytest.mark.parametrize("program", [trains, joins, differs, lacks, parts])
-def test_a_wrapper_opens_the_wire_of_its_device_alone(
+def test_a_wrapper_opens_the_backend_of_its_device_alone(
     program: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: set[tuple[str, str]] = set()
-    open_channel, model = ProcessGroup.open_channel, Model()
+    open_device_group, model = ProcessGroup.open_device_group, Model()
 
     def note(self: ProcessGroup, device_type: str, *more: Any) -> Any:
         asked.add((self.name, device_type))
-        return open_channel(self, device_type, *more)
+        return open_device_group(self, device_type, *more)
 
     def rank() -> None:
         mesh = md.init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
         program(copy.deepcopy(model), mesh["dp"])
 
-    monkeypatch.setattr(ProcessGroup, "open_channel", note)
+    monkeypatch.setattr(ProcessGroup, "open_device_group", note)
     with pretended_gpu():
         md.simulate(rank, 4)
     axes = [f"axis {axis!r} of DeviceMesh(dp=2, tp=2)" for axis in ("dp", "tp")]
@@ -111,7 +112,7 @@ def test_a_tensor_of_the_host_is_told_from_others() -> None:
         there = torch.ones(2, device="cuda")
         made = [torch.ones(2), torch.ones(2) + 1, there.cpu(), there + 1, torch.ones(2).to("cuda")]
         assert [isinstance(one, HostTensor) for one in made] == [True] * 3 + [False] * 2
-        md.all_reduce(made[0], group=mesh["dp"])  # opens the wire for CPU tensors
+        md.all_reduce(made[0], group=mesh["dp"])  # opens the backend for CPU tensors
         return [str(one.device) for one in made]
 
     with pretended_gpu():

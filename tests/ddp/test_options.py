@@ -1,4 +1,4 @@
-"""What options promise, what comes of a broken promise, and options that are refused."""
+"""What options promise, what comes of a broken promise, and options that are rejected."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.pool import Pool
 
 Run = Callable[..., list[Any]]
 FIX = (
-    "fix:      pass find_unused_parameters=True where steps differ in the parameters they use, and "
-    "neither static_graph=True nor skip_all_reduce_unused_params=True; let checkpoints be "
-    "use_reentrant=False"
+    "fix:      pass find_unused_parameters=True if steps use different parameters, and "
+    "neither static_graph=True nor skip_all_reduce_unused_params=True; pass "
+    "use_reentrant=False to checkpoint()"
 )
-HEAD = "gradients came that were not expected: those of this step are dropped\n"
+HEAD = "unexpected gradients: the gradients of this step are dropped\n"
 
 
 @pytest.fixture(params=["simulated", "shm", "gloo"])
@@ -64,7 +64,8 @@ def test_a_static_graph_that_moves_on_one_rank_raises_on_all(run: Run, find_unus
     for text, after in run(program, 2):
         assert text.startswith(HEAD)
         assert (
-            "found:    rank 1: right.weight (index 1) came once, in the first step 0 times" in text
+            "found:    rank 1: right.weight (index 1): computed once, in the first step 0 times"
+            in text
         )
         assert FIX in text
         assert after == [1.5, 1.5]
@@ -81,8 +82,8 @@ def test_a_parameter_that_is_not_sent_must_stay_unused(run: Run) -> None:
     for text, after in run(program, 2):
         assert text.startswith(HEAD)
         assert (
-            "found:    rank 1: right.weight (index 1) got a gradient, and is not sent: "
-            "it was unused at first" in text
+            "found:    rank 1: right.weight (index 1) has a gradient, but was unused at "
+            "first and is not sent" in text
         )
         assert after == [1.5, 1.5]
 
@@ -115,7 +116,7 @@ def test_accepted_options_change_nothing() -> None:
 
 def test_check_reduction_warns() -> None:
     def program() -> None:
-        with pytest.warns(FutureWarning, match="check_reduction has no effect: whether gradients"):
+        with pytest.warns(FutureWarning, match="check_reduction has no effect: missing gradients"):
             md.DDP(Two(), check_reduction=True)
 
     md.simulate(program, 1)
@@ -134,14 +135,14 @@ REFUSED: list[tuple[Callable[[Two], dict[str, Any]], type[Exception], str]] = [
     (
         lambda module: {"delay_all_reduce_named_params": list(module.named_parameters())},
         ArgumentError,
-        "delay_all_reduce_named_params was given without param_to_hook_all_reduce\n"
-        "  expected: both, or neither\n"
+        "delay_all_reduce_named_params requires param_to_hook_all_reduce\n"
+        "  expected: both arguments, or neither\n"
         "  fix:      pass param_to_hook_all_reduce too",
     ),
     (
         lambda module: {"param_to_hook_all_reduce": module.left.weight},
         ArgumentError,
-        "param_to_hook_all_reduce was given without delay_all_reduce_named_params\n",
+        "param_to_hook_all_reduce requires delay_all_reduce_named_params\n",
     ),
     (
         lambda module: {
@@ -149,8 +150,8 @@ REFUSED: list[tuple[Callable[[Two], dict[str, Any]], type[Exception], str]] = [
             "param_to_hook_all_reduce": module.left.weight,
         },
         ArgumentError,
-        "other is no parameter of the module that requires a gradient\n"
-        "  expected: delayed parameters, and the one that they wait for, in the module\n"
+        "other is not a trainable parameter of the module\n"
+        "  expected: delayed parameters, and the parameter they wait for, from the module\n"
         "  fix:      take them from module.named_parameters()",
     ),
     (
@@ -159,25 +160,26 @@ REFUSED: list[tuple[Callable[[Two], dict[str, Any]], type[Exception], str]] = [
             "param_to_hook_all_reduce": stranger(),
         },
         ArgumentError,
-        "param_to_hook_all_reduce is no parameter of the module that requires a gradient\n",
+        "param_to_hook_all_reduce is not a trainable parameter of the module\n",
     ),
     (
         lambda _: {"mixed_precision": torch.bfloat16},
         KindError,
         "mixed_precision is torch.bfloat16\n"
-        "  expected: a floating-point dtype, or None, as its param_dtype\n",
+        "  expected: param_dtype to be a floating-point dtype, or None\n",
     ),
     (
         lambda _: {"mixed_precision": md.MixedPrecision(reduce_dtype=torch.int32)},
         KindError,
-        "a floating-point dtype, or None, as its reduce_dtype\n"
-        "  fix:      pass for example md.distributed.MixedPrecision(param_dtype=torch.bfloat16)",
+        "reduce_dtype to be a floating-point dtype, or None\n"
+        "  fix:      pass for example "
+        "md.distributed.MixedPrecision(param_dtype=torch.bfloat16)",
     ),
 ]
 
 
 @pytest.mark.parametrize(("options", "kind", "text"), REFUSED)
-def test_bad_options_are_refused_before_anything_is_sent(
+def test_bad_options_are_rejected_before_anything_is_sent(
     options: Callable[[Two], dict[str, Any]], kind: type[Exception], text: str
 ) -> None:
     def program() -> str:

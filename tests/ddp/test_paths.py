@@ -58,26 +58,28 @@ def test_the_empty_path_is_the_whole_tree() -> None:
 @pytest.mark.parametrize(
     ("path", "found"),
     [
-        (("layers", 2), "at ('layers',) there is 0, 1"),
-        (("layers", 0, "scale"), "at ('layers', 0) there is 0, 'weight', 1, 'bias'"),
-        (("head", "a", 0, 0), "at ('head', 'a', 0) there is a leaf itself"),
-        (("layers", []), "at ('layers',) there is 0, 1"),
-        (("layers", ([],)), "at ('layers',) there is 0, 1"),
-        (("none",), "in the tree there is "),
+        (("layers", 2), "at ('layers',): 0, 1"),
+        (("layers", 0, "scale"), "at ('layers', 0): 0, 'weight', 1, 'bias'"),
+        (("head", "a", 0, 0), "at ('head', 'a', 0): a leaf"),
+        (("layers", []), "at ('layers',): 0, 1"),
+        (("layers", ([],)), "at ('layers',): 0, 1"),
+        (("none",), "in the tree: "),
     ],
 )
-def test_a_path_to_nothing_is_refused_with_the_keys_that_there_are(path: Any, found: str) -> None:
+def test_a_path_to_nothing_is_rejected_with_the_keys_that_there_are(path: Any, found: str) -> None:
     with pytest.raises(ArgumentError) as error:
         leaves_at(TREE, path)
-    assert error.value.summary == f"ready: there is no leaf at path {path!r}"
+    assert error.value.summary == f"ready: the tree has no leaf at path {path!r}"
     assert str(error.value.found).startswith(found)
-    assert "optree.tree_paths(tree, namespace='meshdist') lists" in str(error.value.fix)
+    assert "pass a path listed by optree.tree_paths(tree, namespace='meshdist')" in str(
+        error.value.fix
+    )
 
 
-def test_one_key_that_leads_to_nothing_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="in the tree there is 'head', 'layers'\n") as error:
+def test_one_key_that_leads_to_nothing_is_rejected() -> None:
+    with pytest.raises(ArgumentError, match="in the tree: 'head', 'layers'\n") as error:
         leaves_at({"layers": [1], "head": 2}, "layer")
-    assert error.value.summary == "ready: there is no leaf at path ('layer',)"
+    assert error.value.summary == "ready: the tree has no leaf at path ('layer',)"
 
 
 def test_many_keys_are_listed_in_part() -> None:

@@ -1,4 +1,4 @@
-"""Pipeline stages of torch's over dp replicas: what a wrapped stage averages, and what it refuses.
+"""Pipeline stages of torch's over dp replicas: what a wrapped stage averages, and what it rejects.
 
 Two stages a schedule or four, on two ranks of pp; each has two replicas along dp.
 """
@@ -106,7 +106,7 @@ def refusal(name: str) -> str:
     return "trained"
 
 
-def test_a_schedule_that_splits_backwards_is_refused_and_the_way_out_works(pool: Pool) -> None:
+def test_a_schedule_that_splits_backwards_is_rejected_and_the_way_out_works(pool: Pool) -> None:
     def program() -> tuple[float, str]:
         return largest_error("DualPipeV", "bare"), refusal("DualPipeV")
 
@@ -115,19 +115,19 @@ def test_a_schedule_that_splits_backwards_is_refused_and_the_way_out_works(pool:
     for rank in (1, 3):
         text = found[rank][1]
         assert text.startswith(
-            "outputs without a graph were given to prepare_for_backward: no backward comes to "
-            "them\n"
+            "prepare_for_backward() got outputs without a graph: no backward can reach them\n"
             f"  where:    rank {rank}, in "
         )
         assert text.endswith(
-            "  expected: a last backward that goes through the stage's outputs to its parameters\n"
-            "  found:    outputs made without gradients, or detached; or cut off their graph by a "
-            "schedule that adds up the weights' gradients apart, as InterleavedZeroBubble, "
-            "ZBVZeroBubble, DualPipeV\n"
-            "  fix:      by hand, pass what the wrapped forward returned, as it is; under such a "
-            "schedule leave the stage bare: behind schedule.step() call "
-            "md.distributed.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh['dp']); or take "
-            "torch's fully_shard"
+            "  expected: a last backward that runs from the stage's outputs to its "
+            "parameters\n"
+            "  found:    outputs that were computed without gradients or detached; or cut "
+            "off their graph by a schedule that accumulates weight gradients separately, "
+            "such as InterleavedZeroBubble, ZBVZeroBubble or DualPipeV\n"
+            "  fix:      in a hand-written schedule, pass the outputs of the wrapped forward "
+            "unchanged; with such a schedule do not wrap the stage: after schedule.step() "
+            "call md.distributed.all_reduce_coalesced(gradients, md.ReduceOp.AVG, "
+            "mesh['dp']); or use torch's fully_shard"
         )
 
 
@@ -187,7 +187,7 @@ def test_outputs_without_a_graph_cannot_be_prepared() -> None:
         return str(caught.value)
 
     for text in md.simulate(program, 2):
-        assert text.startswith("outputs without a graph were given to prepare_for_backward: ")
+        assert text.startswith("prepare_for_backward() got outputs without a graph: ")
 
 
 @pytest.mark.parametrize("name", AVERAGED + SPLIT)
@@ -196,7 +196,7 @@ def test_every_schedule_on_simulated_ranks(name: str) -> None:
     for wrapping in wrappings:
         assert max(md.simulate(largest_error, 4, args=(name, wrapping))) < 1e-15
     if name in SPLIT:
-        with pytest.raises(GradientError, match="outputs without a graph were given"):
+        with pytest.raises(GradientError, match="got outputs without a graph"):
             md.simulate(largest_error, 4, args=(name, "DDP"))
 
 

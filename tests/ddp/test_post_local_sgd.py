@@ -99,7 +99,7 @@ def test_a_state_without_a_step_begins_at_0_and_is_warned_of() -> None:
         model = made()
         optimizer = wrapped(model, 2)
         optimizer.averager.step = 5
-        with pytest.warns(UserWarning, match="no step of an averager: steps count from 0"):
+        with pytest.warns(UserWarning, match="no averager step: steps restart from 0"):
             optimizer.load_state_dict(optimizer.optim.state_dict())
         return optimizer.averager.step
 

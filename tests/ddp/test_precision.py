@@ -273,7 +273,7 @@ def test_a_part_that_runs_alone_is_cast_too() -> None:
     assert module.second.weight.dtype is torch.float32
 
 
-def test_inputs_of_any_tree_are_cast_but_for_whole_numbers() -> None:
+def test_inputs_of_any_tree_are_cast_but_for_integers() -> None:
     cast = CastParameters(nn.Linear(1, 1), MixedPrecision(torch.bfloat16), frozenset())
     given = ([torch.ones(1), "text"], {"index": torch.ones(1, dtype=torch.int64), "none": None})
     (inputs, named) = cast.cast_inputs(given)
@@ -317,13 +317,24 @@ def test_a_wrapper_that_is_gone_leaves_the_module_in_full_precision() -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (MixedPrecision(param_dtype=torch.int8), "or None, as its param_dtype\n"),
-        (MixedPrecision(reduce_dtype="bf16"), "or None, as its reduce_dtype\n"),  # type: ignore[arg-type]
-        (torch.bfloat16, "mixed_precision is torch.bfloat16\n  expected: a floating-point dtype"),
-        ("bf16", "mixed_precision is 'bf16'\n  expected: a floating-point dtype"),
+        (
+            MixedPrecision(param_dtype=torch.int8),
+            "param_dtype to be a floating-point dtype, or None\n",
+        ),
+        # Type: ignore[arg-type].
+        (
+            MixedPrecision(reduce_dtype="bf16"),
+            "reduce_dtype to be a floating-point dtype, or None\n",
+        ),
+        (
+            torch.bfloat16,
+            "mixed_precision is torch.bfloat16\n"
+            "  expected: param_dtype to be a floating-point dtype",
+        ),
+        ("bf16", "mixed_precision is 'bf16'\n  expected: param_dtype to be a floating-point dtype"),
     ],
 )
-def test_what_is_no_configuration_is_refused(config: Any, text: str) -> None:
+def test_what_is_no_configuration_is_rejected(config: Any, text: str) -> None:
     def program() -> None:
         md.DDP(nn.Linear(1, 1), mixed_precision=config)
 

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.ddp import buckets, reducer, tail
+from meshdist.ddp import buckets, reducer, status_flags
 from meshdist.ddp.bucket_layout import ReductionOptions
-from meshdist.ddp.device_streams import TailReader
+from meshdist.ddp.device_streams import StatusReader
+from meshdist.ddp.divergence_checks import DivergenceChecks
+from meshdist.ddp.extra_axis_groups import ExtraAxisGroups
 from meshdist.ddp.gradient_hooks import tensors_in
-from meshdist.ddp.parting import Parting
 from meshdist.ddp.reducer import Reducer
-from meshdist.ddp.tail import Ending
-from meshdist.ddp.wider_groups import WiderGroups
+from meshdist.ddp.status_flags import Ending
 from meshdist.errors import BackendError, GradientError
 from tests.inner import flat_sums
 
@@ -60,8 +60,10 @@ class Chain(nn.Module):
 def reducer_of(module: nn.Module, caps: tuple[int, ...], **options: Any) -> Reducer:
     named = dict(module.named_parameters())
     world, how = md.group.WORLD, ReductionOptions(caps, **options)
-    parting = Parting(module, 0, torch.device("cpu"))
-    return Reducer(list(named.values()), list(named), world, how, WiderGroups(world), parting)
+    divergence_checks = DivergenceChecks(module, 0, torch.device("cpu"))
+    return Reducer(
+        list(named.values()), list(named), world, how, ExtraAxisGroups(world), divergence_checks
+    )
 
 
 def forward(module: nn.Module, mine: Reducer, x: torch.Tensor) -> torch.Tensor:
@@ -241,7 +243,7 @@ def test_a_closed_reducer_leaves_gradients_alone() -> None:
 def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def wait(self) -> bool:
-            raise BackendError("all_reduce on the world failed on wire 'none'")
+            raise BackendError("all_reduce on the world failed on backend 'none'")
 
         def _may_be_dropped(self) -> None:
             pass
@@ -250,7 +252,7 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
         module = Chain([0], [])
         mine = reducer_of(module, ALL_IN_ONE)
         monkeypatch.setattr(flat_sums, "all_reduce", lambda *_, **__: Failing())
-        with pytest.raises(BackendError, match="failed on wire"):
+        with pytest.raises(BackendError, match="failed on backend"):
             step(module, mine, torch.ones(1))
         for _ in range(2):
             with pytest.raises(GradientError) as error:
@@ -260,10 +262,10 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
 
     (text,) = md.simulate(program, 1)
     assert text == (
-        "the gradients cannot be reduced any more: an earlier all-reduce failed\n"
+        "cannot reduce gradients: an earlier all-reduce failed\n"
         "  where:    rank 0, in the world\n"
-        "  found:    all_reduce on the world failed on wire 'none'\n"
-        "  fix:      end this job, or make the mesh and the model's wrapper anew"
+        "  found:    all_reduce on the world failed on backend 'none'\n"
+        "  fix:      restart the job, or create a new mesh and wrap the model again"
     )
 
 
@@ -333,9 +335,9 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
 ) -> None:
     asked: list[tuple[torch.device, int]] = []
     noted: list[torch.Tensor] = []
-    reader_for = tail.reader_for
+    reader_for = status_flags.reader_for
 
-    def telling(device: torch.device, count: int) -> TailReader:
+    def telling(device: torch.device, count: int) -> StatusReader:
         asked.append((device, count))
         reader = reader_for(device, count)
         note = reader.note
@@ -347,9 +349,11 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
         mine = reducer_of(module, ALL_IN_ONE)
         for _ in range(3):
             step(module, mine, torch.ones(1))
-            assert mine.layout.tail_average is None and noted[-1] is mine.layout.tail.numbers
+            assert (
+                mine.layout.flags_average is None and noted[-1] is mine.layout.status_flags.numbers
+            )
 
-    monkeypatch.setattr(tail, "reader_for", telling)
+    monkeypatch.setattr(status_flags, "reader_for", telling)
     md.simulate(program, 1)
     assert asked == [(torch.device("cpu"), NUM_FLAGS + 2)] * 2 and len(noted) == 3
     assert noted[0] is not noted[1]
@@ -375,10 +379,10 @@ def test_no_graph_is_captured_before_the_buckets_are_rebuilt(
         return texts[0]
 
     assert md.simulate(program, 1) == [
-        "a CUDA graph cannot be captured before the buckets are rebuilt\n"
+        "cannot capture a CUDA graph before the buckets are rebuilt\n"
         "  where:    rank 0, in the world\n"
         "  expected: two steps, forward and backward, before the capture\n"
-        "  fix:      run some steps on a side stream first, as torch.cuda.graph asks for"
+        "  fix:      run a few steps on a side stream first, as torch.cuda.graph requires"
     ]
 
 
@@ -447,13 +451,13 @@ def steps(
 
 
 UNEXPECTED = (
-    "gradients came that were not expected: those of this step are dropped\n"
+    "unexpected gradients: the gradients of this step are dropped\n"
     "  where:    rank {rank}, in the world\n"
-    "  expected: the gradients that the backwards before had, each as often\n"
+    "  expected: the same gradients, each as often, as in earlier backwards\n"
     "  found:    rank 1: {found}\n"
-    "  fix:      pass find_unused_parameters=True where steps differ in the parameters they use, "
-    "and neither static_graph=True nor skip_all_reduce_unused_params=True; let checkpoints be "
-    "use_reentrant=False"
+    "  fix:      pass find_unused_parameters=True if steps use different parameters, and "
+    "neither static_graph=True nor skip_all_reduce_unused_params=True; pass "
+    "use_reentrant=False to checkpoint()"
 )
 EACH = [1.0, 1.0, 1.0]
 
@@ -467,7 +471,7 @@ def test_a_gradient_that_grows_after_its_bucket_has_gone_is_an_error_on_every_ra
     plans = [[ALL] * 2, [ALL] * 2, [ALL, again], [ALL] * 2, [ALL] * 2, [ALL] * 2]
     for rank, seen in enumerate(md.simulate(steps, 2, (plans, options, size))):
         text = UNEXPECTED.format(
-            rank=rank, found="weights.2 (index 2) got more after its bucket had been sent"
+            rank=rank, found="weights.2 (index 2) was added to after its bucket had been sent"
         )
         assert seen == [EACH, EACH, text, EACH, EACH, EACH]
 
@@ -483,12 +487,12 @@ def test_as_many_arrivals_as_last_time_are_waited_for() -> None:
 @pytest.mark.parametrize(
     ("first", "then", "found"),
     [
-        (ALL, ([0, 1], []), "weights.2 (index 2) came 0 times, in the first step once"),
-        (([0, 1], []), ALL, "weights.2 (index 2) came once, in the first step 0 times"),
+        (ALL, ([0, 1], []), "weights.2 (index 2): computed 0 times, in the first step once"),
+        (([0, 1], []), ALL, "weights.2 (index 2): computed once, in the first step 0 times"),
         (
             ALL,
             ([1, 2], [0, 0]),
-            "weights.0 (index 0) came 2 times, in the first step once",
+            "weights.0 (index 0): computed 2 times, in the first step once",
         ),
     ],
 )
@@ -523,7 +527,7 @@ def test_a_rank_that_uses_what_is_never_sent_is_an_error_on_all() -> None:
     few: Plan = ([0, 2], [])
     plans = [[few] * 2, [few] * 2, [few, ALL], [few] * 2, [few] * 2]
     right = [1.0, None, 1.0]
-    found = "weights.1 (index 1) got a gradient, and is not sent: it was unused at first"
+    found = "weights.1 (index 1) has a gradient, but was unused at first and is not sent"
     for rank, seen in enumerate(md.simulate(steps, 2, (plans, SKIPS))):
         assert seen == [right, right, UNEXPECTED.format(rank=rank, found=found), right, right]
 
@@ -546,7 +550,7 @@ def test_parameters_that_a_rank_lacked_trail_and_come_back_after_16_whole_backwa
             is_lacking = number == 2 and md.get_rank() == 1
             model(*(few if is_lacking else ALL)).backward()
             assert model.module.weights[2].grad.item() == (0.5 if number == 2 else 1.0)
-            buckets = [(bucket.indices[0], bucket.is_trailing) for bucket in model.reducer.buckets]
+            buckets = [(bucket.indices[0], bucket.is_deferred) for bucket in model.reducer.buckets]
             if not laid or laid[-1][1] != buckets:
                 laid.append((number, buckets))
         return laid

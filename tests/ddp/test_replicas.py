@@ -7,7 +7,7 @@ import torch
 
 import meshdist as md
 from meshdist.ddp.replicas import check_equal, tensor_facts
-from meshdist.errors import AgreementError
+from meshdist.errors import MismatchError
 
 
 def test_equal_texts_pass_and_different_ones_are_an_error_on_every_rank() -> None:
@@ -16,7 +16,7 @@ def test_equal_texts_pass_and_different_ones_are_an_error_on_every_rank() -> Non
         device = torch.device("cpu")
         try:
             check_equal(texts, md.group.WORLD, device=device, summary="they differ", fix="mend")
-        except AgreementError as error:
+        except MismatchError as error:
             return str(error)
         return "equal"
 
@@ -49,7 +49,7 @@ def test_options_and_names_are_compared_when_a_model_is_wrapped() -> None:
             layers = dict(reversed(layers.items()))
         if case == "names" and odd:
             layers["more"] = layers.pop("last")
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             md.DDP(torch.nn.ModuleDict(layers), static_graph=case == "options" and odd)
         return error.value.found
 

@@ -81,14 +81,22 @@ def test_a_data_loader_takes_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ((2, 2), ArgumentError, "rank 2 has no share among 2 replicas\n  expected: a rank from 0"),
-        ((2, -1), ArgumentError, "rank -1 has no share among 2 replicas"),
-        ((0, 0), ArgumentError, "rank 0 has no share among 0 replicas\n  expected: at least one"),
-        (("dp",), KindError, "num_replicas must be a whole number\n  expected: a number, a mesh"),
+        (
+            (2, 2),
+            ArgumentError,
+            ("DistributedSampler: rank 2 has no share among 2 replicas\n  expected: a rank from 0"),
+        ),
+        ((2, -1), ArgumentError, "DistributedSampler: rank -1 has no share among 2 replicas"),
+        (
+            (0, 0),
+            ArgumentError,
+            ("DistributedSampler: rank 0 has no share among 0 replicas\n  expected: at least one"),
+        ),
+        (("dp",), KindError, "num_replicas must be an integer\n  expected: a number, a mesh"),
         ((True,), KindError, "True, a bool"),
     ],
 )
-def test_bad_numbers_are_refused(
+def test_bad_numbers_are_rejected(
     arguments: tuple[Any, ...], kind: type[Exception], text: str
 ) -> None:
     def program() -> None:
@@ -106,8 +114,8 @@ def test_a_mesh_tells_the_rank_alone() -> None:
 
     with pytest.raises(ArgumentError) as error:
         md.simulate(program, 2)
-    assert "rank=0 was given beside DeviceMesh" in str(error.value)
-    assert "fix:      drop rank" in str(error.value)
+    assert "rank=0 cannot be combined with DeviceMesh" in str(error.value)
+    assert "fix:      remove rank" in str(error.value)
 
 
 def test_a_rank_off_the_mesh_has_no_share() -> None:
@@ -117,9 +125,9 @@ def test_a_rank_off_the_mesh_has_no_share() -> None:
             return list(md.DistributedSampler(range(4), mesh, shuffle=False))
         with pytest.raises(NotInGroupError) as error:
             md.DistributedSampler(range(4), mesh)
-        assert "this rank has no share: it is not on the mesh\n  where:    rank 2" in str(
-            error.value
-        )
+        assert (
+            "DistributedSampler: this rank is not on the mesh or in the group\n  where:    rank 2"
+        ) in str(error.value)
         return []
 
     assert md.simulate(program, 3) == [[0, 2], [1, 3], []]
@@ -151,12 +159,13 @@ def test_an_evaluation_of_data_that_do_not_divide_is_exact() -> None:
     assert md.simulate(lambda: program(pad=False), 3) == pytest.approx([1 / 5] * 3)
 
 
-def test_to_drop_samples_and_to_read_each_is_refused() -> None:
+def test_to_drop_samples_and_to_read_each_is_rejected() -> None:
     with pytest.raises(ArgumentError) as error:
         md.DistributedSampler(range(4), 2, 0, drop_last=True, pad=False)
     assert str(error.value) == (
-        "drop_last=True leaves samples out, and pad=False reads each of them once\n"
-        "  fix:      drop one of the two: pad=False is to evaluate, drop_last=True to train"
+        "drop_last=True and pad=False cannot be combined\n"
+        "  expected: at most one of them\n"
+        "  fix:      pass pad=False only, to evaluate; or drop_last=True only, to train"
     )
 
 
@@ -190,11 +199,11 @@ def interleaved(shares: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1), (3, 5), (5, 2)])
-@pytest.mark.parametrize("tail", ["pad", "once", "drop_last"])
+@pytest.mark.parametrize("status_flags", ["pad", "once", "drop_last"])
 def test_a_state_goes_on_at_any_number_of_ranks(
-    before: int, after: int, tail: str, shuffle: bool
+    before: int, after: int, status_flags: str, shuffle: bool
 ) -> None:
-    options = {"once": {"pad": False}, "drop_last": {"drop_last": True}}.get(tail, {})
+    options = {"once": {"pad": False}, "drop_last": {"drop_last": True}}.get(status_flags, {})
     options |= {"shuffle": shuffle, "seed": 4}
     order = order_of(2, shuffle=shuffle, seed=4)
     for steps in range(4):
@@ -217,9 +226,9 @@ def test_a_state_goes_on_at_any_number_of_ranks(
             sampler.set_epoch(3)
             assert list(sampler) == list(whole(rank, after, 3, options))
         left = order[steps * before :]
-        if tail == "pad":
+        if status_flags == "pad":
             left += order[: -len(left) % after]
-        if tail == "drop_last":
+        if status_flags == "drop_last":
             left = left[: len(left) // after * after]
         assert interleaved(rest) == left
 
@@ -279,12 +288,12 @@ def test_what_a_program_counts_itself_wins() -> None:
     list(sampler)
     assert sampler.state_dict(consumed=8)["consumed"] == 8
     for wrong in (-1, 2.5, "8"):
-        with pytest.raises(ArgumentError, match="is no number of samples"):
+        with pytest.raises(ArgumentError, match="a number of samples, 0 or more"):
             sampler.state_dict(consumed=wrong)
 
 
 @pytest.mark.parametrize("which", ["batch_sampler", "in_order", "around"])
-def test_a_loader_that_does_not_tell_is_refused(which: str) -> None:
+def test_a_loader_that_does_not_tell_is_rejected(which: str) -> None:
     sampler = sampler_of(0, 2)
     if which == "batch_sampler":
         reader = DataLoader(range(23), batch_sampler=Pairs(sampler))
@@ -296,9 +305,10 @@ def test_a_loader_that_does_not_tell_is_refused(which: str) -> None:
     with pytest.raises(ArgumentError) as error:
         sampler.state_dict()
     assert str(error.value) == (
-        "the DataLoader does not tell which samples the program has taken\n"
-        "  expected: no batch sampler of its own, and in_order=True\n"
-        "  fix:      sampler.state_dict(consumed=...), how many all ranks had of this epoch"
+        "cannot determine how many samples the program took from the DataLoader\n"
+        "  expected: a DataLoader with torch's batch sampler, and in_order=True\n"
+        "  fix:      call sampler.state_dict(consumed=n) with the number of samples of this "
+        "epoch that all ranks have processed"
     )
     assert sampler.state_dict(consumed=2)["consumed"] == 2
 
@@ -350,23 +360,23 @@ class Reversed(Sampler[int]):
         ({"length": 24}, "length=24"),
     ],
 )
-def test_a_state_of_another_order_is_refused(changed: dict[str, Any], found: str) -> None:
+def test_a_state_of_another_order_is_rejected(changed: dict[str, Any], found: str) -> None:
     sampler = sampler_of(0, 2)
     with pytest.raises(ArgumentError) as error:
         sampler.load_state_dict({**sampler.state_dict(), **changed})
     text = str(error.value)
-    assert text.startswith("the state is of another order of samples\n")
+    assert text.startswith("cannot load a state of a different order of samples\n")
     assert "expected: length=23, seed=0, shuffle=True\n" in text
     assert found in text.partition("found:")[2]
-    assert "fix:      load what state_dict() gave into a sampler of the same data, seed" in text
-    with pytest.raises(ArgumentError, match="another order"):
+    assert "fix:      create the sampler with the data set, seed" in text
+    with pytest.raises(ArgumentError, match="a different order"):
         sampler.load_state_dict({"yielded": 4})
 
 
 @pytest.mark.parametrize("consumed", [-3, True, "4", 2.0])
-def test_what_is_no_number_of_samples_is_refused(consumed: Any) -> None:
+def test_what_is_no_number_of_samples_is_rejected(consumed: Any) -> None:
     sampler = sampler_of(0, 2)
-    message = re.escape(f"consumed={consumed!r} is no number of samples")
+    message = re.escape(f"state_dict() got consumed={consumed!r}")
     with pytest.raises(ArgumentError, match=message):
         sampler.state_dict(consumed)
     with pytest.raises(ArgumentError, match=message):
@@ -395,8 +405,8 @@ def warned_of(program: Any, num_ranks: Any) -> list[str]:
 
 
 LACKS_AXIS = (
-    "each of 4 ranks reads samples of its own, while DeviceMesh(dp=2, tp=2) has several axes: name "
-    "the axis that splits data, DistributedSampler(data, mesh['dp']), or say that all do, "
+    "each of 4 ranks reads different samples, while DeviceMesh(dp=2, tp=2) has several axes: "
+    "pass the axis that splits the data, DistributedSampler(data, mesh['dp']), or all ranks, "
     "DistributedSampler(data, md.distributed.group.WORLD)"
 )
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp.buckets import Averaging, Bucket, Filling, Pending
-from meshdist.ddp.single_gradients import InPlace
+from meshdist.ddp.buckets import Averaging, Bucket, BucketState, Pending
+from meshdist.ddp.unbucketed_gradients import InPlace
 from tests.pool import Pool
 
 SIDE = 1500  # 9 MB a parameter: sent without a bucket where ranks share no memory
@@ -31,11 +31,11 @@ def sent_of(parameter: nn.Parameter) -> torch.Tensor:
         return Done()
 
     averaging = Averaging(None, 0.5, average)
-    bucket = Bucket.of_one(0, parameter, InPlace(), averaging, is_trailing=False)
-    filling = Filling(bucket)
-    filling.take()
-    bucket.taking.start(filling).wait()
-    bucket.taking.give(filling, None, is_complete=True, share=1.0)
+    bucket = Bucket.of_one(0, parameter, InPlace(), averaging, is_deferred=False)
+    bucket_state = BucketState(bucket)
+    bucket_state.take()
+    bucket.copy_mode.start(bucket_state).wait()
+    bucket.copy_mode.give(bucket_state, None, is_complete=True, share=1.0)
     assert parameter.grad is sent[0]
     return sent[0]
 

@@ -25,7 +25,7 @@ from torch import nn
 import meshdist as md
 from meshdist.errors import MeshdistError
 
-WARNS = "a backward reached parameters of a DistributedDataParallel and none of its outputs"
+WARNS = "a backward reached parameters of a DistributedDataParallel but none of its outputs"
 
 
 class Between(torch.autograd.Function):
@@ -255,13 +255,13 @@ def cell(state: str, event: str) -> tuple[list[str], str]:
 # -- the table ------------------------------------------------------------------------------------
 
 RAISED = "its own error"
-STOPPED = "the gradients cannot be reduced any more: an earlier all-reduce failed"
-OVERLAPPING = "a backward began before another had ended"
+STOPPED = "cannot reduce gradients: an earlier all-reduce failed"
+OVERLAPPING = "a backward began before the previous one ended"
 INTERRUPTED = "the gradients of this step are wrong: a backward was interrupted"
-UNEXPECTED = "gradients came that were not expected: those of this step are dropped"
-CHECKED = "gradients cannot be checked while a backward runs"
-DIFFERENT = "the members of a group disagree about their call 16"
-LEFT = "deadlock: no simulated rank can go on"
+UNEXPECTED = "unexpected gradients: the gradients of this step are dropped"
+CHECKED = "cannot check gradients while a backward runs"
+DIFFERENT = "collective mismatch: ranks made different calls as call 16"
+LEFT = "deadlock: no simulated rank can continue"
 UNSERVED = (
     "a rank that joined does not make this call, because no joinable of the context has a hook for "
     "it"

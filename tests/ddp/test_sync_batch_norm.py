@@ -259,7 +259,7 @@ def test_the_backward_is_the_gradient() -> None:
     assert md.simulate(program, 2) == [True] * 2
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_rejected() -> None:
     def program() -> None:
         x = torch.randn(4, 3, requires_grad=True)
         y = md.SyncBatchNorm(3)(x)
@@ -306,8 +306,8 @@ def test_a_rank_without_a_backward_is_an_error_on_the_others() -> None:
         return str(caught.value)
 
     first, _, third = md.simulate(program, 3)
-    assert "SyncBatchNorm: 1 of 3 ranks have no backward of this forward" in first
-    assert "fix:      run the forward on every rank with gradients on" in third
+    assert "SyncBatchNorm: the forward of 1 of 3 ranks has no backward" in first
+    assert "fix:      run the forward with gradients enabled on every rank" in third
 
 
 def test_on_an_accelerator_the_flags_are_read_in_the_backward(
@@ -475,25 +475,25 @@ def test_an_axis_or_several_or_a_group() -> None:
     assert md.simulate(program, (2, 2, 2))[5] == [6.0, 4.0, 4.5, 3.5, 3.5]
 
 
-def test_what_is_no_group_is_refused_at_once() -> None:
+def test_what_is_no_group_is_rejected_at_once() -> None:
     def program() -> str:
         with pytest.raises(KindError) as caught:
             md.SyncBatchNorm(1, process_group="dp")
         return str(caught.value)
 
-    assert "name the axis on its mesh: group=mesh['dp']" in md.simulate(program, 1)[0]
+    assert "pass the axis of its mesh: group=mesh['dp']" in md.simulate(program, 1)[0]
 
 
-def test_inputs_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+def test_inputs_that_do_not_fit_are_rejected_before_anything_is_sent() -> None:
     for shape, told in (
-        ((3,), "of 3 channels cannot take an input of shape (3,)"),
-        ((2, 4), "3 channels in dim 1"),
-        ((2, 0), "cannot take an input of shape (2, 0)"),
+        ((3,), "SyncBatchNorm(3) cannot normalize an input of shape (3,)"),
+        ((2, 4), "of size 3 in dimension 1"),
+        ((2, 0), "cannot normalize an input of shape (2, 0)"),
     ):
         with pytest.raises(ShapeError) as caught:
             md.SyncBatchNorm(3)(torch.ones(shape))
         assert told in str(caught.value)
-    with pytest.raises(ShapeError, match="some channels in dim 1"):
+    with pytest.raises(ShapeError, match="of size above 0 in dimension 1"):
         md.SyncBatchNorm(0)(torch.ones(2, 0))
 
 
@@ -565,19 +565,21 @@ def test_a_batch_norm_itself_comes_back_as_a_new_one() -> None:
     assert type(again) is md.SyncBatchNorm
 
 
-def test_a_lazy_one_without_a_shape_is_refused() -> None:
+def test_a_lazy_one_without_a_shape_is_rejected() -> None:
     with pytest.raises(ArgumentError) as caught:
         md.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
-    assert "LazyBatchNorm1d has no shape yet" in str(caught.value)
-    assert "run one forward on the module before it is converted" in str(caught.value)
+    assert "convert_sync_batchnorm() cannot convert an uninitialized LazyBatchNorm1d" in str(
+        caught.value
+    )
+    assert "run one forward of the module before you convert it" in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [None, [nn.BatchNorm1d(1)]])
-def test_what_is_no_module_is_refused(given: Any) -> None:
+def test_what_is_no_module_is_rejected(given: Any) -> None:
     with pytest.raises(KindError) as caught:
         md.SyncBatchNorm.convert_sync_batchnorm(given)
     text = str(caught.value)
-    assert f"convert_sync_batchnorm was given an object of type {type(given).__name__}" in text
+    assert f"convert_sync_batchnorm() requires a module, not a {type(given).__name__}" in text
     assert "net = SyncBatchNorm.convert_sync_batchnorm(net)" in text
 
 

@@ -37,7 +37,7 @@ def test_builtin_hooks_are_ours_of_the_same_meaning() -> None:
         model = md.DDP(nn.Linear(1, 1, bias=False))
         model._register_builtin_comm_hook(kind)
         steps = [step(model, 1 / 3 + md.get_rank()) for _ in range(3)]
-        return steps, model.reducer.sending.hook.name
+        return steps, model.reducer.reducer_state.hook.name
 
     exact = (2 * torch.tensor(1 / 3) + 1).div(2).item()
     for steps, name in md.simulate(program, 2, (kinds.ALLREDUCE,)):
@@ -49,14 +49,14 @@ def test_builtin_hooks_are_ours_of_the_same_meaning() -> None:
         assert name == "fp16_compress_hook"
 
 
-def test_what_is_no_builtin_hook_is_refused() -> None:
+def test_what_is_no_builtin_hook_is_rejected() -> None:
     model = md.simulate(lambda: md.DDP(nn.Linear(1, 1)), 1)[0]
     with pytest.raises(KindError) as error:
         model._register_builtin_comm_hook(md.comm_hooks.allreduce_hook)
     assert str(error.value) == (
         "comm_hook_type is of type function\n"
         "  expected: a torch.distributed.BuiltinCommHookType\n"
-        "  fix:      register other hooks by model.register_comm_hook(state, hook)"
+        "  fix:      register other hooks with model.register_comm_hook(state, hook)"
     )
 
 
@@ -86,20 +86,20 @@ def test_a_static_graph_cannot_be_promised_later() -> None:
 
     for rank, text in enumerate(md.simulate(program, 2)):
         assert text == (
-            "static_graph was set after a backward\n"
+            "cannot set static_graph after a backward\n"
             f"  where:    rank {rank}, in the world\n"
-            "  expected: it set before the first backward, on every rank\n"
-            "  fix:      set it right after the model is wrapped"
+            "  expected: static_graph set before the first backward, on every rank\n"
+            "  fix:      set it right after you wrap the model"
         )
 
 
 def test_a_promise_that_is_given_twice_or_beside_unused_parameters_warns() -> None:
     def program() -> None:
         model = md.DDP(one_weight(), static_graph=True)
-        with pytest.warns(UserWarning, match="static_graph is True already"):
+        with pytest.warns(UserWarning, match="static_graph is already True"):
             model._set_static_graph()
         model = md.DDP(one_weight(), find_unused_parameters=True)
-        with pytest.warns(UserWarning, match="no effect beside a static graph"):
+        with pytest.warns(UserWarning, match="no effect with static_graph=True"):
             model._set_static_graph()
         assert model.static_graph
 
@@ -160,14 +160,14 @@ def test_torchs_wrapper_finds_the_same_names_and_ours_those_that_torchs_has_note
         (
             ["own.bias", "count"],
             "Partly has no parameter or buffer named 'own.bias'\n"
-            "  expected: names as named_parameters() and named_buffers() give them\n"
+            "  expected: names from named_parameters() or named_buffers()\n"
             "  found:    1 of 2 names unknown\n"
             "  fix:      take the names from dict(module.named_parameters())",
         ),
         ([".count"], "  fix:      pass 'count'"),
     ],
 )
-def test_names_that_do_not_exist_are_refused(names: list[str], text: str) -> None:
+def test_names_that_do_not_exist_are_rejected(names: list[str], text: str) -> None:
     module = Partly()
     with pytest.raises(ArgumentError) as error:
         md.DDP._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -220,7 +220,7 @@ def test_buckets_that_a_hooks_state_knows_stay_also_in_another_group() -> None:
             is_lacking = number == 1 and md.get_rank() == 0
             x = torch.full((1, 1), 1.0 + md.get_rank())
             model(x, use="left" if is_lacking else "both").backward()
-        laid = [bucket.is_trailing for bucket in model.reducer.buckets]
+        laid = [bucket.is_deferred for bucket in model.reducer.buckets]
         return [laid, [p.grad.item() for p in model.parameters()]]
 
     found = md.simulate(program, 4)
@@ -256,8 +256,8 @@ def test_a_backward_that_was_interrupted_has_not_ended() -> None:
         assert text == (
             "the last backward has not ended\n"
             f"  where:    rank {rank}, in the world\n"
-            "  found:    it raised, or is running\n"
-            "  fix:      run the forward again, which completes it on all ranks"
+            "  found:    a backward that raised, or is running\n"
+            "  fix:      run the forward again, which completes the backward on all ranks"
         )
 
 

@@ -24,7 +24,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_a_communication_hook_calls_our_verbs(pool: Pool) -> None:
+def test_a_communication_hook_calls_our_collectives(pool: Pool) -> None:
     (script,) = BLOCK.findall((ROOT / "docs/ddp.md").read_text(encoding="utf-8"))
     for done in pool.start(script + CHECKS, places(2), has_teardown=False):
         assert done.returncode == 0, done.stderr

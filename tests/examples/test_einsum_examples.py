@@ -95,7 +95,7 @@ def test_heads_that_do_not_divide(load: Callable[[str], ModuleType]) -> None:
         return str(raised.value)
 
     for text in md.simulate(program, 3):
-        assert text.startswith("parallelize: q would be cut inside of a head")
+        assert text.startswith("parallelize cannot split q inside an attention head")
 
 
 def test_a_difference_is_told(load: Callable[[str], ModuleType]) -> None:

@@ -28,8 +28,8 @@ def test_on_two_processes(pool: Pool) -> None:
     ended = pool.start(script, places(2), "--hosts", "2", "--check", has_teardown=False)
     assert [done.returncode for done in ended] == [0, 0], ended
     said = "".join(done.stdout for done in ended)
-    ((ranks, verdict, found),) = CHECKED.findall(said)
-    assert (ranks, verdict) == ("2", "agree")
+    ((ranks, outcome, found),) = CHECKED.findall(said)
+    assert (ranks, outcome) == ("2", "agree")
     assert float(found) < 1e-4
     assert "between 2 hosts: 15 averages in place of 60" in said
 
@@ -54,12 +54,12 @@ def test_weights_that_part_are_found(
     monkeypatch.setattr(md.PeriodicModelAverager, "average_parameters", never)
     argv = ["--hosts", "2", "--check", "--steps", "10"]
     assert md.simulate(local_sgd.main, 2, (argv,)) == [1, 1]
-    ((ranks, verdict, found),) = CHECKED.findall(capsys.readouterr().out)
-    assert (ranks, verdict) == ("2", "DO NOT AGREE")
+    ((ranks, outcome, found),) = CHECKED.findall(capsys.readouterr().out)
+    assert (ranks, outcome) == ("2", "DO NOT AGREE")
     assert float(found) > 1e-3
 
 
-def test_hosts_that_do_not_divide_are_refused(local_sgd: ModuleType) -> None:
+def test_hosts_that_do_not_divide_are_rejected(local_sgd: ModuleType) -> None:
     def program() -> str:
         with pytest.raises(SystemExit) as caught:
             local_sgd.main(["--hosts", "2"])

@@ -42,7 +42,7 @@ def test_it_checks_itself(pool: Pool, num_ranks: int, method: str, more: tuple[s
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
+def test_what_cannot_be_cut_is_rejected(
     pool: Pool, words: tuple[str, ...], num_ranks: int, text: str
 ) -> None:
     for ended in pool.start(SCRIPT, places(num_ranks), *words, is_strict=True, has_teardown=False):

@@ -78,7 +78,7 @@ def test_both_ways_to_multiply_agree(
         (("--chosen", "7"), 1, "a token cannot choose 7 of 6 experts"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
+def test_what_cannot_be_cut_is_rejected(
     pool: Pool, words: tuple[str, ...], num_ranks: int, text: str
 ) -> None:
     for ended in pool.start(SCRIPT, places(num_ranks), *words, is_strict=True, has_teardown=False):

@@ -40,7 +40,7 @@ def test_the_notebook_shows_what_it_was_written_with() -> None:
     written = json.loads((ROOT / "examples" / "first_mesh.ipynb").read_text(encoding="utf-8"))
     assert shown(found) == shown(written)
     text = str(shown(found))
-    assert "deadlock: no simulated rank can go on" in text
+    assert "deadlock: no simulated rank can continue" in text
     assert "ipdb> tensor([1.])" in text
     layout = next(cell for cell in found["cells"] if "".join(cell["source"]).endswith("\nlayout"))
     assert "".join(layout["outputs"][0]["data"]["image/svg+xml"]).startswith("<svg")

@@ -37,9 +37,9 @@ def test_on_simulated_ranks(
 ) -> None:
     words = ["--schedule", schedule, "--mesh", "pp=2,dp=2", "--simulate", "4", *SHORT]
     assert pipeline.main(words) == 0
-    ((difference, verdict),) = CHECKED.findall(capsys.readouterr().out)
+    ((difference, outcome),) = CHECKED.findall(capsys.readouterr().out)
     assert float(difference) < 1e-15
-    assert verdict == "equal"
+    assert outcome == "equal"
 
 
 def test_one_rank_and_four_stages(pipeline: ModuleType) -> None:
@@ -61,7 +61,7 @@ def test_on_processes(pool: Pool, schedule: str) -> None:
     ended = pool.start(SCRIPT, places(4), *words, has_teardown=False)
     assert [done.returncode for done in ended] == [0] * 4, ended
     said = "".join(done.stdout for done in ended)
-    assert [verdict for _, verdict in CHECKED.findall(said)] == ["equal"]
+    assert [outcome for _, outcome in CHECKED.findall(said)] == ["equal"]
 
 
 def test_a_difference_is_found(
@@ -75,9 +75,9 @@ def test_a_difference_is_found(
 
     monkeypatch.setattr(md, "DDP", bare)
     assert pipeline.main(["--mesh", "pp=2,dp=2", "--simulate", "4", *SHORT]) == 1
-    ((difference, verdict),) = CHECKED.findall(capsys.readouterr().out)
+    ((difference, outcome),) = CHECKED.findall(capsys.readouterr().out)
     assert float(difference) > 1e-6
-    assert verdict == "DIFFERENT"
+    assert outcome == "DIFFERENT"
 
 
 @pytest.mark.parametrize(

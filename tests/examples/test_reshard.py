@@ -1,4 +1,5 @@
-"""Every collective as one pattern does what its verb does, and is shown with what it costs."""
+"""Every collective as one pattern does what its collective does, and is shown with what it
+costs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def ring(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("ring_allreduce")
 
 
-def whole_numbers(rank: int, shape: tuple[int, ...]) -> np.ndarray:
+def integers(rank: int, shape: tuple[int, ...]) -> np.ndarray:
     """Values whose sums are exact in float32, other ones on every rank."""
     return np.random.default_rng(rank).integers(-99, 99, shape).astype(np.float32)
 
@@ -47,30 +47,30 @@ def test_any_number_of_ranks_and_elements(ring: ModuleType, name: str, num_ranks
     def program() -> list[np.ndarray]:
         sums = []
         for shape in shapes:
-            x = torch.from_numpy(whole_numbers(md.get_rank(), shape))
+            x = torch.from_numpy(integers(md.get_rank(), shape))
             getattr(ring, name)(x)
             sums.append(x.numpy())
         return sums
 
     for sums in md.simulate(program, num_ranks):
         for shape, found in zip(shapes, sums, strict=True):
-            expected = sum(whole_numbers(rank, shape) for rank in range(num_ranks))
+            expected = sum(integers(rank, shape) for rank in range(num_ranks))
             np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", RINGS)
 def test_tensors_that_are_not_contiguous(ring: ModuleType, name: str) -> None:
     def program() -> tuple[np.ndarray, np.ndarray]:
-        rows = torch.from_numpy(whole_numbers(md.get_rank(), (5, 4)))
+        rows = torch.from_numpy(integers(md.get_rank(), (5, 4)))
         getattr(ring, name)(rows.T)
-        every_other = torch.from_numpy(whole_numbers(md.get_rank(), (9,)))
+        every_other = torch.from_numpy(integers(md.get_rank(), (9,)))
         getattr(ring, name)(every_other[::2])
         return rows.numpy(), every_other.numpy()
 
     for rank, (rows, every_other) in enumerate(md.simulate(program, 3)):
-        np.testing.assert_array_equal(rows, sum(whole_numbers(r, (5, 4)) for r in range(3)))
-        expected = whole_numbers(rank, (9,))
-        expected[::2] = sum(whole_numbers(r, (9,))[::2] for r in range(3))
+        np.testing.assert_array_equal(rows, sum(integers(r, (5, 4)) for r in range(3)))
+        expected = integers(rank, (9,))
+        expected[::2] = sum(integers(r, (9,))[::2] for r in range(3))
         np.testing.assert_array_equal(every_other, expected)
 
 

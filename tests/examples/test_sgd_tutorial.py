@@ -46,7 +46,7 @@ def assert_learned(said: str, num_ranks: int, epochs: int) -> None:
 # -- the data -------------------------------------------------------------------------------------
 
 
-def test_parts_are_disjoint_and_of_whole_numbers(sgd: ModuleType) -> None:
+def test_parts_are_disjoint_and_of_integers(sgd: ModuleType) -> None:
     data = list(range(100, 111))
     partitioner = sgd.DataPartitioner(data, [0.5, 0.3, 0.2])
     parts = [list(partitioner.use(number)) for number in range(3)]

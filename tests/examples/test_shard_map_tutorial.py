@@ -16,8 +16,8 @@ from tests.pool import Pool, places
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "shard_map_tutorial.py"
 NAMES = [
     "rows",
-    "summands",
-    "scattered summands",
+    "partial_sums",
+    "scattered partial sums",
     "gathered rows",
     "around a ring",
     "ring attention",

@@ -40,7 +40,7 @@ def test_shm_gives_what_gloo_gives(name: str, function: str, pool: Pool) -> None
             return names[function]()
 
     num_ranks = NUM_RANKS.get(name, 2)
-    ours, theirs = (on_torch(pool, program, num_ranks, wire) for wire in ("shm", "gloo"))
+    ours, theirs = (on_torch(pool, program, num_ranks, backend) for backend in ("shm", "gloo"))
     if num_ranks == 2:
         assert ours == theirs
     else:  # a sum of more than two numbers depends on its order

@@ -314,8 +314,8 @@ def test_launched_by_mpiexec(start: Callable[..., Any]) -> None:
 def test_an_axis_over_mpi_and_an_axis_over_shared_memory(start: Callable[..., Any]) -> None:
     mpiexec = Path(sys.executable).with_name("mpiexec")
     options = ["--mesh", "dp=2,tp=2", "--check", "--steps", "3", *TINY]
-    wires = ["--axis-backend", "dp=mpi,tp=shm"]
-    done = start("-n", 4, sys.executable, SCRIPT, *options, *wires, program=mpiexec, **OPEN_MPI)
+    backends = ["--axis-backend", "dp=mpi,tp=shm"]
+    done = start("-n", 4, sys.executable, SCRIPT, *options, *backends, program=mpiexec, **OPEN_MPI)
     assert done.returncode == 0, done.stderr
     assert "(limit 1e-04): equal" in done.stdout
 
@@ -326,7 +326,7 @@ def test_axis_backends_are_read(lm: ModuleType, capsys: pytest.CaptureFixture[st
     for text in ("pp=mpi", "dp", "dp="):
         with pytest.raises(SystemExit):
             lm.parse(["--axis-backend", text])
-        assert "invalid wires value" in capsys.readouterr().err
+        assert "invalid backends value" in capsys.readouterr().err
 
 
 def test_without_a_launcher_a_mesh_of_several_says_how_to_start(pool: Pool) -> None:

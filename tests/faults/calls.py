@@ -103,7 +103,7 @@ class Call:
         self.is_root = self.rank == self.root
 
     def data(self, rank: int, part: int = 0, count: int | None = None) -> torch.Tensor:
-        """What ``rank`` gives into this call: small whole numbers."""
+        """What ``rank`` gives into this call: small integers."""
         count = self.step.count if count is None else count
         first = 5 * self.number + 3 * rank + 2 * part
         return ((torch.arange(count) + first) % 7 + 1).to(self.dtype)
@@ -206,10 +206,10 @@ def _scattered(call: Call) -> torch.Tensor:
     return call.reduced([call.data(rank, call.place) for rank in call.members])
 
 
-def reduce_scatter_tensor(call: Call, verb: str = "reduce_scatter_tensor") -> Outcome:
+def reduce_scatter_tensor(call: Call, operation: str = "reduce_scatter_tensor") -> Outcome:
     x = call.empty()
     given = torch.cat([call.data(call.rank, part) for part in range(call.size)])
-    work = getattr(md, verb)(x, given, call.op, **call.more)
+    work = getattr(md, operation)(x, given, call.op, **call.more)
     return work, lambda: call.expect([x], [_scattered(call)])
 
 
@@ -226,9 +226,9 @@ def broadcast(call: Call) -> Outcome:
     return work, lambda: call.expect([x], [call.data(call.root)])
 
 
-def all_gather_into_tensor(call: Call, verb: str = "all_gather_into_tensor") -> Outcome:
+def all_gather_into_tensor(call: Call, operation: str = "all_gather_into_tensor") -> Outcome:
     x = call.empty(call.size)
-    work = getattr(md, verb)(x, call.data(call.rank), **call.more)
+    work = getattr(md, operation)(x, call.data(call.rank), **call.more)
     return work, lambda: call.expect([x], [torch.cat(call.all())])
 
 
@@ -475,7 +475,7 @@ CALLS: dict[str, Callable[[Call], Outcome]] = {
         )
     },
     "recv from anyone": recv_from_anyone,
-    "reduce_scatter_single": partial(reduce_scatter_tensor, verb="reduce_scatter_single"),
-    "all_gather_single": partial(all_gather_into_tensor, verb="all_gather_single"),
+    "reduce_scatter_single": partial(reduce_scatter_tensor, operation="reduce_scatter_single"),
+    "all_gather_single": partial(all_gather_into_tensor, operation="all_gather_single"),
 }
 """What a step may call, by name."""

@@ -1,8 +1,9 @@
 """Cases: a program, what befalls one of its ranks and when, all drawn from a seed.
 
-A case has a name, as in "shm fault 1 17": its wire, what it is drawn as, the seed and its number;
-``case_of(name)`` is the same case on every machine. It is drawn as a *fault* at a random point of a
-random program, as a *loop*, where the program has join contexts and steps of models, or as an
+A case has a name, as in "shm fault 1 17": its backend, what it is drawn as, the seed and its
+number; ``case_of(name)`` is the same case on every machine. It is drawn as a *fault* at a random
+point of a random program, as a *loop*, where the program has join contexts and steps of models, or
+as an
 *exit*, where a rank leaves right after a call.
 """
 
@@ -12,7 +13,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshdist.verb_table import ROOTED_VERBS, VERBS
+from meshdist.operation_table import OPERATIONS, ROOTED_OPERATIONS
 from tests.faults.programs import (
     ALL_WAIT,
     COMPARED,
@@ -41,9 +42,9 @@ __all__ = [
 
 FAULT, EXIT, LOOP = "fault", "exit", "loop"
 HOSTS = "hosts"
-"""Two hosts made of namespaces, over the wire that a program has there if it names none."""
+"""Two hosts made of namespaces, over the backend that a program has there if it names none."""
 LAYOUTS = {2: ("AB",), 3: ("AAB", "ABB", "ABA"), 5: ("AAABB", "ABBAB", "AAAAB", "ABBBB")}
-"""On which of the two each rank lies; rank 0, which serves the store, on the first."""
+"""On which of the two each rank lies; rank 0, which hosts the store, on the first."""
 
 BEFORE, INSIDE, AFTER = "before", "inside", "after"
 EVERYWHERE = (BEFORE, INSIDE, INSIDE, AFTER)
@@ -67,7 +68,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "abort": (BEFORE, INSIDE, AFTER),
     "other count": (BEFORE,),
     "other dtype": (BEFORE,),
-    "other verb": (BEFORE,),
+    "other collective": (BEFORE,),
     "skipped call": (BEFORE,),
     "dropped Work": (BEFORE,),
     "dropped group": OUTSIDE,
@@ -85,7 +86,7 @@ ABRUPT = frozenset(
 )
 """The kinds that end a process before it can close anything."""
 SKIPPING = ("skipped call", "thread dies", "dropped group")
-MISCALLS = frozenset(("other count", "other dtype", "other verb"))
+MISCALLS = frozenset(("other count", "other dtype", "other collective"))
 
 WAYS = (
     "os._exit(0)",
@@ -141,11 +142,11 @@ class Late:
 
 @dataclass(frozen=True)
 class Case:
-    """One program on one wire, with one fault.
+    """One program on one backend, with one fault.
 
     Args:
         name: what ``case_of`` draws it from.
-        wire: the backend.
+        backend: the backend.
         program: what all ranks do.
         init_method: "env", "tcp" or "file"; MPI's ranks are started by mpiexec.
         ending: what each rank does at the end: nothing, or ``destroy``, or a barrier before that.
@@ -158,7 +159,7 @@ class Case:
     """
 
     name: str
-    wire: str
+    backend: str
     program: Program
     init_method: str
     ending: str
@@ -194,13 +195,13 @@ class Case:
 
 def case_of(name: str) -> Case:
     """The case of this name."""
-    wire, kind, seed, number = name.split()
+    backend, kind, seed, number = name.split()
     if kind == EXIT:
-        return draw_exit(name, wire, int(seed), int(number))
-    return draw_fault(name, wire, has_loops=kind == LOOP)
+        return draw_exit(name, backend, int(seed), int(number))
+    return draw_fault(name, backend, has_loops=kind == LOOP)
 
 
-def draw_fault(name: str, wire: str, *, has_loops: bool = False) -> Case:
+def draw_fault(name: str, backend: str, *, has_loops: bool = False) -> Case:
     """A fault at a random point of a random program, or of one of join contexts and models."""
     draw = random.Random(name)
     size = draw.choice((2, 2, 3, 3, 5))
@@ -210,20 +211,20 @@ def draw_fault(name: str, wire: str, *, has_loops: bool = False) -> Case:
     step = draw_place(draw, program, kind, rank)
     moment = draw.choice(KINDS[kind])
     delay_s = draw.uniform(0.0, reach_s(program.steps[step]))
-    method = "mpiexec" if wire == "mpi" else draw.choice(("env", "env", "tcp", "file"))
+    method = "mpiexec" if backend == "mpi" else draw.choice(("env", "env", "tcp", "file"))
     ending = draw.choice(("return", "destroy", "barrier, destroy"))
-    if wire == HOSTS and ending == "return":  # which does not compare the last calls
+    if backend == HOSTS and ending == "return":  # which does not compare the last calls
         ending = "destroy"
     return Case(
         name,
-        wire,
+        backend,
         program,
         method,
         ending,
-        "raise" if wire == "mpi" else draw.choice(("raise", "raise", "destroy")),
+        "raise" if backend == "mpi" else draw.choice(("raise", "raise", "destroy")),
         Fault(kind, rank, step, moment, delay_s),
         draw_late(draw, program) if draw.random() < 0.15 else None,
-        hosts=draw.choice(LAYOUTS[size]) if wire == HOSTS else "",
+        hosts=draw.choice(LAYOUTS[size]) if backend == HOSTS else "",
     )
 
 
@@ -260,7 +261,7 @@ def can_be_missed(program: Program, rank: int, number: int) -> bool:
             return True
         is_alike = kind_of(later) == kind_of(step) and program.takes_part(later, rank)
         if is_alike and program.members(later, rank) == members:
-            return header_of(later) != header_of(step)
+            return fingerprint_of(later) != fingerprint_of(step)
     return True
 
 
@@ -271,23 +272,23 @@ def kind_of(step: Step) -> str:
     return step.call if step.call in BY_STORE else "collective"
 
 
-def header_of(step: Step) -> tuple[object, ...]:
+def fingerprint_of(step: Step) -> tuple[object, ...]:
     """What members compare of a call: whatever can differ in those of its kind."""
-    verb = step.call.replace("_single", "").replace("_into_tensor", "").replace("_tensor", "")
+    operation = step.call.replace("_single", "").replace("_into_tensor", "").replace("_tensor", "")
     if step.call in BY_STORE:
-        return verb, step.ranks, step.shape
+        return operation, step.ranks, step.shape
     if step.call in MESSAGES:
-        return verb, step.count, step.dtype, step.root, step.peer
-    facts = VERBS.get(step.call)
+        return operation, step.count, step.dtype, step.root, step.peer
+    facts = OPERATIONS.get(step.call)
     if step.call in ("barrier", *LOOPS) or (facts is not None and facts.is_of_objects):
         data: tuple[object, ...] = ()
     else:
         data = (step.count, step.dtype)
     op = step.op if facts is None or facts.reduces else ""
     is_rooted = facts is not None and (
-        facts.is_of_objects or not ROOTED_VERBS.isdisjoint(facts.wire_verbs)
+        facts.is_of_objects or not ROOTED_OPERATIONS.isdisjoint(facts.backend_operations)
     )
-    return verb, data, op, step.root if is_rooted and "all_" not in verb else -1
+    return operation, data, op, step.root if is_rooted and "all_" not in operation else -1
 
 
 def reach_s(step: Step) -> float:
@@ -327,7 +328,7 @@ NUM_EXITS = len(EXITS) * len(WAYS) * 2 * len(LATE)
 """Every call, every way, rank 0 or another that leaves, and its followers late in every way."""
 
 
-def draw_exit(name: str, wire: str, seed: int, number: int) -> Case:
+def draw_exit(name: str, backend: str, seed: int, number: int) -> Case:
     """A rank leaves right after its own call is complete.
 
     The numbers are shuffled by the seed, so that any first part of them is a fair sample.
@@ -349,15 +350,15 @@ def draw_exit(name: str, wire: str, seed: int, number: int) -> Case:
     delay_s = draw.uniform(0.0, reach_s(program.steps[last]))
     return Case(
         name,
-        wire,
+        backend,
         program,
-        "mpiexec" if wire == "mpi" else draw.choice(("env", "tcp", "file")),
+        "mpiexec" if backend == "mpi" else draw.choice(("env", "tcp", "file")),
         "return",
         "raise",
         Fault(WAYS[way], leaver, last, AFTER),
         Late(follower, last, LATE[late] == "stopped", delay_s) if late else None,
         is_exit=True,
-        hosts=draw.choice(LAYOUTS[size]) if wire == HOSTS else "",
+        hosts=draw.choice(LAYOUTS[size]) if backend == HOSTS else "",
     )
 
 

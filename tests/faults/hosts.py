@@ -107,7 +107,7 @@ class Host:
         self.listener: socket.socket | None = None
         self.mpiexec: subprocess.Popen[bytes] | None = None
         self.begin = time.monotonic()
-        if self.case.wire == "mpi":
+        if self.case.backend == "mpi":
             self._start_mpiexec()
         else:
             self._fork_all()
@@ -254,7 +254,7 @@ class Host:
         if now > outcome.fault_at + limit_s * outcome.load:
             outcome.load = max(outcome.load, load_factor())
         are_through = outcome.through >= others and now > outcome.fault_at + 1.0
-        if others <= outcome.ends.keys() or (self.case.wire == "mpi" and are_through):
+        if others <= outcome.ends.keys() or (self.case.backend == "mpi" and are_through):
             pass
         elif now < outcome.fault_at + limit_s * outcome.load + 1.0:
             return

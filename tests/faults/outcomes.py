@@ -1,6 +1,6 @@
 """How a case went, and what in it breaks a promise.
 
-What is promised (docs/worlds.md, docs/debugging.md, docs/verbs.md, docs/mpi.md):
+What is promised (docs/worlds.md, docs/debugging.md, docs/collectives.md, docs/mpi.md):
 
 * a rank that waits for the one that failed raises a MeshdistError within its timeout; it then has
   ``GRACE_S`` to ask the others, to write its report and to end;
@@ -10,7 +10,7 @@ What is promised (docs/worlds.md, docs/debugging.md, docs/verbs.md, docs/mpi.md)
   ends before all have come; between hosts, where calls that differ are found beside them, both may
   be so for a moment, which then ends in an error on every rank that has seen it;
 * a rank that ends well writes nothing, but that calls of hosts can be compared no more where the
-  process that serves the store was lost; and no rank shows the frames of torch's C++, but for a
+  process that hosts the store was lost; and no rank shows the frames of torch's C++, but for a
   world that meets at an address of rank 0's, where torch's client writes them before it raises,
   since the process that serves it was killed in the middle of an answer. That is counted, and
   breaks nothing;
@@ -51,7 +51,7 @@ GRACE_S = 6.0
 still ask, and to end; on a machine that is busy as many times longer as work takes longer there."""
 _LAST_WORDS = re.compile(
     r"process rank (\d+) with PID|is ended by mpiexec: rank (\d+)|"
-    r"rank (\d+) of MPI's world ends|MPI_ABORT was invoked on rank (\d+)"
+    r"rank (\d+) of MPI_COMM_WORLD failed|MPI_ABORT was invoked on rank (\d+)"
 )
 _RANKS = re.compile(r"\b[Rr]anks? (\d+(?:(?:-|, | and )\d+)*)")
 
@@ -177,7 +177,7 @@ def is_told(case: Case, outcome: Outcome, rank: int) -> bool:
         return True
     is_late = case.is_compared_late(range(case.size))
     said = outcome.said.get(str(rank), "")
-    return is_late and "AgreementError: " in said
+    return is_late and "MismatchError: " in said
 
 
 def is_ended_by_gloo(case: Case, outcome: Outcome, rank: int) -> bool:
@@ -240,7 +240,7 @@ def judge_rank(case: Case, outcome: Outcome, rank: int) -> Iterator[Finding]:
         return
     if error is None and outcome.find(rank, "end") and code == 0:
         return
-    may_end = case.wire == "mpi" and ends_mpi(case, outcome)
+    may_end = case.backend == "mpi" and ends_mpi(case, outcome)
     if may_end and error is None and (rank in outcome.by_mpiexec or code != 0):
         return
     if not has_failed(case, outcome) and not may_end:
@@ -261,7 +261,7 @@ def judge_struck(case: Case, outcome: Outcome, rank: int, code: int) -> Iterator
     if error and not error["is_ours"] and not error["is_fault"]:
         yield Finding("raw error", rank, f"{error['kind']}: {error['text']}\n{error['place']}")
     is_signal = case.fault.kind.startswith(("SIG", "raise in")) or rank in outcome.by_mpiexec
-    if code < 0 and not is_signal and case.wire != "mpi":
+    if code < 0 and not is_signal and case.backend != "mpi":
         said = outcome.said.get(str(rank), "")
         yield Finding("crash", rank, f"exit code {code} after {case.fault.kind}: {said}")
 
@@ -273,7 +273,7 @@ def ends_mpi(case: Case, outcome: Outcome) -> bool:
 
 def is_named(case: Case, outcome: Outcome, rank: int) -> bool:
     """Whether a rank's error names the one that failed, or one whose own error leads to it."""
-    if case.wire == "mpi":
+    if case.backend == "mpi":
         last_words = _LAST_WORDS.findall(outcome.said.get("mpiexec", ""))
         if str(case.fault.rank) in {number for numbers in last_words for number in numbers}:
             return True

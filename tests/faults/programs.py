@@ -34,7 +34,7 @@ MOVING = (
     "all_to_all_single",
 )
 MESSAGES = ("send", "isend", "recv from anyone", "batch_isend_irecv", "send_object_list")
-ABOVE_WIRES = (
+ABOVE_BACKENDS = (
     "all_gather_coalesced",
     "all_reduce_multigpu",
     "reduce_multigpu",
@@ -49,7 +49,7 @@ ABOVE_WIRES = (
 MAKERS = ("new_group", "mesh", "reinit")
 """The calls that make groups."""
 COMPARED = (*REDUCING, *MOVING)
-"""The calls whose verb, dtype and size all members compare."""
+"""The calls whose collective, dtype and size all members compare."""
 CAN_BE_ASYNC = frozenset((*REDUCING, *MOVING, "barrier"))
 ALL_WAIT = frozenset(
     (
@@ -79,7 +79,7 @@ class Step:
     """One call.
 
     Args:
-        call: a verb, or what else ``calls.CALLS`` knows.
+        call: a collective, or what else ``calls.CALLS`` knows.
         group: the number of the group's handle; 0 is the world.
         count: elements of each member's tensor.
         dtype: their dtype.
@@ -207,10 +207,10 @@ def draw_loops(draw: random.Random, size: int, num_steps: int) -> Program:
 
 
 def draw_call(draw: random.Random, program: Program, group: int) -> Step:
-    """Draw one call of a verb on a group."""
+    """Draw one call of a collective on a group."""
     length = len(program.groups[group][0])
-    verbs = [*REDUCING, *MOVING, *ABOVE_WIRES, "barrier", "monitored_barrier"]
-    call = draw.choice([*verbs, *(MESSAGES if length > 1 else ())])
+    operations = [*REDUCING, *MOVING, *ABOVE_BACKENDS, "barrier", "monitored_barrier"]
+    call = draw.choice([*operations, *(MESSAGES if length > 1 else ())])
     root = draw.randrange(length)
     is_async = call in CAN_BE_ASYNC and draw.random() < 0.3
     return Step(

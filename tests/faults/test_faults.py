@@ -1,4 +1,4 @@
-"""A few faults over every wire, and what the judge takes for a broken promise.
+"""A few faults over every backend, and what the judge takes for a broken promise.
 
 ``make soak-faults`` draws a thousand of them.
 """
@@ -34,14 +34,14 @@ from tests.two_hosts import two_hosts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
-    f"{wire} {kind} 1 {n}"
-    for wire in ("shm", "mpi")
+    f"{backend} {kind} 1 {n}"
+    for backend in ("shm", "mpi")
     for kind in (FAULT, LOOP, EXIT)
     for n in range(99)
 ]
 
 
-# -- on real wires --------------------------------------------------------------------------------
+# -- on real backends ------------------------------------------------------------------------------
 
 
 SAMPLE = {
@@ -53,12 +53,15 @@ SAMPLE = {
 
 
 @pytest.mark.parametrize(
-    "wire", ["shm", *(pytest.param(one, marks=pytest.mark.soak) for one in SAMPLE if one != "shm")]
+    "backend",
+    ["shm", *(pytest.param(one, marks=pytest.mark.soak) for one in SAMPLE if one != "shm")],
 )
-def test_every_promise_is_kept(wire: str, pool: Pool) -> None:
-    if wire == HOSTS:
+def test_every_promise_is_kept(backend: str, pool: Pool) -> None:
+    if backend == HOSTS:
         two_hosts_of(pool)  # skips where there can be none
-    names = [f"{wire} {kind} 1 {n}" for kind, numbers in SAMPLE[wire].items() for n in numbers]
+    names = [
+        f"{backend} {kind} 1 {n}" for kind, numbers in SAMPLE[backend].items() for n in numbers
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.run", *names],
         cwd=ROOT,
@@ -285,14 +288,14 @@ def over_hosts(kind: str, hosts: str) -> Case:
 def test_numbers_are_wrong_between_hosts_only_until_that_is_told() -> None:
     told = outcome_with(WRONG, error_with("ranks 0-1: all_reduce; rank 1: barrier"))
     told.ends[1] = (10.1, 1)
-    assert kinds_of(told, over_hosts("other verb", "AB")) == []
+    assert kinds_of(told, over_hosts("other collective", "AB")) == []
     silent = outcome_with(WRONG, {"what": "end"}, kind_of_end=0)
     silent.ends[1] = told.ends[1]
-    assert kinds_of(silent, over_hosts("other verb", "AB")) == ["wrong numbers"]
-    silent.said["0"] = "AgreementError: the members of a group disagree about their call 2"
-    assert kinds_of(silent, over_hosts("other verb", "AB")) == []
-    assert over_hosts("other verb", "AB").is_compared_late((0, 1))
-    assert not over_hosts("other verb", "AA").is_compared_late((0, 1))
+    assert kinds_of(silent, over_hosts("other collective", "AB")) == ["wrong numbers"]
+    silent.said["0"] = "MismatchError: collective mismatch: ranks made different calls as call 2"
+    assert kinds_of(silent, over_hosts("other collective", "AB")) == []
+    assert over_hosts("other collective", "AB").is_compared_late((0, 1))
+    assert not over_hosts("other collective", "AA").is_compared_late((0, 1))
     assert not over_hosts("SIGKILL", "AB").is_compared_late((0, 1))
 
 

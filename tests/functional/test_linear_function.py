@@ -1,4 +1,4 @@
-"""torch.func's transforms of every verb, against loops of plain calls."""
+"""torch.func's transforms of every collective, against loops of plain calls."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import meshdist as md
 from meshdist.annotations.axis_types import GRADIENT_KINDS
-from meshdist.functional.moving import ragged_all_to_all
-from meshdist.functional.reducing import pmax, pmin, psum, pvary
-from tests.functional.verb_cases import FUNCTIONAL, REARRANGING, Case, draw, drawn, shape_of
+from meshdist.functional.data_movement import ragged_all_to_all
+from meshdist.functional.reductions import pmax, pmin, psum, pvary
+from tests.functional.operation_cases import FUNCTIONAL, REARRANGING, Case, draw, drawn, shape_of
 from tests.mpi_job import job_of
 from tests.pool import Pool
 
-# Of each verb and pair of kinds the form whose dims are the least alike.
+# Of each collective and pair of kinds the form whose dims are the least alike.
 CASES = list(
-    {(case.verb, case.source, case.result): case for case in FUNCTIONAL + REARRANGING}.values()
+    {(case.operation, case.source, case.result): case for case in FUNCTIONAL + REARRANGING}.values()
 )
 FORWARD = {"jvp", "jacfwd", "hessian"}
 
@@ -107,7 +107,7 @@ def wrong_transforms(
     ]
 
 
-def wrong_of_verbs(is_forward: bool) -> list[str]:
+def wrong_of_operations(is_forward: bool) -> list[str]:
     """The faults of all cases, on this rank of a world."""
     group = md.init_device_mesh("cpu", (md.get_world_size(),), mesh_dim_names=("tp",))["tp"]
     group = group.open_group()
@@ -133,7 +133,7 @@ def wrong_of_verbs(is_forward: bool) -> list[str]:
 
 
 def wrong_of_others(is_forward: bool) -> list[str]:
-    """The same of what is no linear verb on one tensor: extremes, and the ragged exchange."""
+    """The same of what is no linear collective on one tensor: extremes, and the ragged exchange."""
     group = md.init_device_mesh("cpu", (md.get_world_size(),), mesh_dim_names=("tp",))["tp"]
     group = group.open_group()
     place, size = group.rank(), group.size()
@@ -141,18 +141,18 @@ def wrong_of_others(is_forward: bool) -> list[str]:
     x = torch.tensor(draw("V", size, shape, np.float64, 1)[place]) + torch.arange(shape[-1]) / 100
     y = torch.tensor(draw("I", size, shape, np.float64, 2)[place])
     found = []
-    for verb in (pmax, pmin):
+    for operation in (pmax, pmin):
         # Linear around x, where no rank gains or loses the extreme.
         at = x.clone()
 
-        def f(t: torch.Tensor, verb: Any = verb, at: torch.Tensor = at) -> torch.Tensor:
-            return verb(at + 1e-3 * t, group) - verb(at, group)
+        def f(t: torch.Tensor, operation: Any = operation, at: torch.Tensor = at) -> torch.Tensor:
+            return operation(at + 1e-3 * t, group) - operation(at, group)
 
         def loss(t: torch.Tensor, f: Any = f) -> torch.Tensor:
             return (f(t) ** 2 * y).sum()
 
         found += [
-            f"{verb.__name__}: {name}"
+            f"{operation.__name__}: {name}"
             for name in wrong_transforms(f, loss, x / 8, y, is_forward=is_forward)
         ]
     sizes = [(place + j) % 2 for j in range(size)]
@@ -172,16 +172,16 @@ def wrong_of_others(is_forward: bool) -> list[str]:
 
 
 def wrong_of_all() -> list[str]:
-    """All transforms of all verbs; a process alone has forward mode for itself."""
+    """All transforms of all collectives; a process alone has forward mode for itself."""
     with warnings.catch_warnings():
         # torch's first use of forward mode compiles its rules with what torch itself deprecates.
         warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own call
-        return wrong_of_verbs(True) + wrong_of_others(True)
+        return wrong_of_operations(True) + wrong_of_others(True)
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_every_transform_on_processes(wire: str, pool: Pool) -> None:
-    assert pool.run(wrong_of_all, 2, backend=wire) == [[], []]
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_every_transform_on_processes(backend: str, pool: Pool) -> None:
+    assert pool.run(wrong_of_all, 2, backend=backend) == [[], []]
 
 
 @pytest.mark.soak
@@ -192,12 +192,12 @@ def test_every_transform_over_mpi(pool: Pool) -> None:
 
 def test_transforms_of_the_backward_on_simulated_ranks() -> None:
     def program() -> list[str]:
-        return wrong_of_verbs(False) + wrong_of_others(False)
+        return wrong_of_operations(False) + wrong_of_others(False)
 
     assert md.simulate(program, 3) == [[], [], []]
 
 
-def test_forward_derivatives_of_linear_verbs_are_the_verbs_themselves() -> None:
+def test_forward_derivatives_of_linear_collectives_are_the_collectives_themselves() -> None:
     def program() -> list[str]:
         group = md.init_device_mesh("cpu", (md.get_world_size(),), mesh_dim_names=("tp",))["tp"]
         group = group.open_group()
@@ -216,8 +216,8 @@ def test_forward_derivatives_of_linear_verbs_are_the_verbs_themselves() -> None:
         assert md.simulate(program, 3) == [[]] * 3
 
 
-def refused_on_duals() -> dict[str, str]:
-    """What each verb says of a dual tensor, after which all ranks make a plain call."""
+def rejected_on_duals() -> dict[str, str]:
+    """What each collective says of a dual tensor, after which all ranks make a plain call."""
     rank, size = md.get_rank(), md.get_world_size()
     y, total = torch.ones(3), torch.ones(3)
     x = forward_ad.make_dual(torch.ones(3), torch.full((3,), 2.0))
@@ -247,7 +247,7 @@ def on_duals() -> dict[str, str]:
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.filterwarnings("ignore", "`torch.jit.script`")
         md.all_reduce(torch.ones(1))
-        return refused_on_duals()
+        return rejected_on_duals()
 
 
 def inside_jvp() -> tuple[str, list[float]]:
@@ -265,24 +265,26 @@ def inside_jvp() -> tuple[str, list[float]]:
     return str(caught.value), x.tolist()
 
 
-@pytest.mark.parametrize("wire", ["simulated", "shm", "gloo"])
-def test_verbs_in_place_refuse_a_dual_tensor(wire: str, pool: Pool) -> None:
-    if wire == "simulated":
+@pytest.mark.parametrize("backend", ["simulated", "shm", "gloo"])
+def test_collectives_in_place_reject_a_dual_tensor(backend: str, pool: Pool) -> None:
+    if backend == "simulated":
         with warnings.catch_warnings(), forward_ad.dual_level():
             warnings.filterwarnings("ignore", "`torch.jit.script`")
-            told = md.simulate(refused_on_duals, 2)
+            told = md.simulate(rejected_on_duals, 2)
     else:
-        told = pool.run(on_duals, 2, backend=wire)
-        for text, after in pool.run(inside_jvp, 2, backend=wire):
+        told = pool.run(on_duals, 2, backend=backend)
+        for text, after in pool.run(inside_jvp, 2, backend=backend):
             assert text.startswith("all_reduce has no forward derivative") and after == [2.0] * 3
     for texts in told:
         for name, text in texts.items():
             assert text.startswith(f"{name.split()[0]} has no forward derivative, and ")
             assert text.splitlines()[0].endswith(" is a dual tensor")
-            assert "expected: a tensor without a tangent, or a verb that differentiates" in text
             assert (
-                "fix:      use a verb of meshdist.lax in its place, as psum(x, axis, mesh=mesh)"
-                in text
+                "expected: a tensor without a tangent, or a collective that differentiates" in text
+            )
+            assert (
+                "fix:      call a function of meshdist.lax instead, for example psum(x, axis, "
+                "mesh=mesh)" in text
             )
 
 

@@ -12,8 +12,8 @@ import torch
 
 import meshdist as md
 from meshdist.errors import ArgumentError, DtypeError, KindError, ShapeError
-from meshdist.functional.moving import ragged_all_to_all
-from tests.functional.verb_cases import (
+from meshdist.functional.data_movement import ragged_all_to_all
+from tests.functional.operation_cases import (
     NAMES,
     PLACES,
     Run,
@@ -139,9 +139,9 @@ def test_values_adjoints_and_second_derivatives(place: str, dtype: Any, count: i
     check(place, count, dtype)
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_the_same_on_processes(wire: str, pool: Pool) -> None:
-    check("a line", 2, np.float64, partial(pool.run, backend=wire))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_same_on_processes(backend: str, pool: Pool) -> None:
+    check("a line", 2, np.float64, partial(pool.run, backend=backend))
 
 
 @pytest.mark.soak
@@ -188,41 +188,48 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=2)"
         (
             (rows(), torch.ones(4, 3), [0, 0], [1, 1], [0, 0], [1, 1]),
             ShapeError,
-            "ragged_all_to_all: operand and output must hold rows of one shape\n"
+            "ragged_all_to_all: operand and output must have rows of the same shape\n"
             f"  where:    {HERE}\n"
-            "  expected: equal shapes but for dim 0\n"
-            "  found:    operand shape (4, 2), float32; output shape (4, 3), float32",
+            "  expected: equal shapes except in dimension 0\n"
+            "  found:    operand shape (4, 2), float32; output shape (4, 3), float32\n"
+            "  fix:      create output with the row shape of operand",
         ),
         (
             (rows(), rows().double(), [0, 0], [1, 1], [0, 0], [1, 1]),
             DtypeError,
-            "ragged_all_to_all: operand and output must have one dtype and device\n"
+            "ragged_all_to_all: operand and output must have the same dtype and device\n"
             f"  where:    {HERE}\n"
             "  found:    operand shape (4, 2), float32; output shape (4, 2), float64; on cpu and "
-            "cpu",
+            "cpu\n"
+            "  fix:      create output with the dtype and device of operand",
         ),
         (
             (rows(), rows(), [0, 0, 0], [1, 1, 0], [0, 0, 0], [1, 1]),
             ShapeError,
-            "ragged_all_to_all: offsets and sizes must be as many, a multiple of the group's size\n"
+            "ragged_all_to_all: offsets and sizes must have the same length, a multiple of "
+            "the group's size\n"
             f"  where:    {HERE}\n"
             "  expected: four lists of k numbers, k a multiple of 2\n"
-            "  found:    3 input_offsets, 3 send_sizes, 3 output_offsets, 2 recv_sizes",
+            "  found:    3 input_offsets, 3 send_sizes, 3 output_offsets, 2 recv_sizes\n"
+            "  fix:      pass the same number of slices for each rank, in all four lists",
         ),
         (
             (rows(), rows(), [0, 3], [1, 2], [0, 0], [1, 1]),
             ArgumentError,
-            "ragged_all_to_all: slices must lie in operand\n"
+            "ragged_all_to_all: slices must be within operand\n"
             f"  where:    {HERE}\n"
-            "  expected: no negative number, and no slice beyond row 4\n"
+            "  expected: no negative number, and no slice that ends after row 4\n"
             "  found:    input_offsets [0, 3], send_sizes [1, 2], output_offsets [0, 0], "
-            "recv_sizes [1, 1]",
+            "recv_sizes [1, 1]\n"
+            "  fix:      pass the first row of each slice in input_offsets, and its rows in "
+            "send_sizes",
         ),
         (
             (rows(), rows(), [0, 0], [1.0, 1], [0, 0], [1, 1]),
             KindError,
-            "ragged_all_to_all: send_sizes must be a one-dim array or a list of whole numbers\n"
-            "  found:    [1.0, 1], a list",
+            "ragged_all_to_all: send_sizes must be a one-dim array or a list of integers\n"
+            "  found:    [1.0, 1], a list\n"
+            "  fix:      pass a one-dim array or a list of integers",
         ),
     ],
 )
@@ -254,11 +261,11 @@ def test_what_does_not_fit_between_ranks_is_told_to_all() -> None:
 
     (text,) = set(on_a_line(body, 4))
     assert text == (
-        "ragged_all_to_all over axis 'tp' of DeviceMesh(tp=4): offsets and sizes do not fit "
+        "ragged_all_to_all over axis 'tp' of DeviceMesh(tp=4): offsets and sizes do not match "
         "between ranks\n"
-        "  expected: recv_sizes as the senders' send_sizes, and slices that lie apart in output\n"
-        "  found:    rank 0: recv_sizes are not what is sent to it\n"
-        "            rank 1: rows sent to it end beyond its output\n"
+        "  expected: recv_sizes equal to the senders' send_sizes, and separate slices in output\n"
+        "  found:    rank 0: recv_sizes differ from the sizes that are sent to it\n"
+        "            rank 1: rows sent to it go beyond the end of its output\n"
         "            ranks 2-3: rows sent to it overlap in its output\n"
-        "  fix:      recv_sizes = lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)"
+        "  fix:      compute recv_sizes = lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)"
     )

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.errors import GradientError
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
-VERBS = ["psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast"]
+OPERATIONS = ["psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast"]
 
 
 def mesh_of(**sizes: int) -> md.DeviceMesh:
@@ -31,19 +31,20 @@ def told(step: Callable[[], Any]) -> str:
     return ""
 
 
-def result_of(verb: str, x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
-    if verb == "all_gather":
+def result_of(operation: str, x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
+    if operation == "all_gather":
         return md.lax.all_gather(x, "tp", to="invarying", mesh=mesh)
-    if verb == "pbroadcast":
+    if operation == "pbroadcast":
         return md.lax.pbroadcast(x, "tp", 0, mesh=mesh)
-    return getattr(md.lax, verb)(x, "tp", mesh=mesh)  # type: ignore[no-any-return]
+    return getattr(md.lax, operation)(x, "tp", mesh=mesh)  # type: ignore[no-any-return]
 
 
-def each_verb(is_cast: bool) -> list[str]:
-    """Return what a backward through each verb's result raises, which meets a varying value."""
+def each_operation(is_cast: bool) -> list[str]:
+    """Return what a backward through each collective's result raises, which meets a varying
+    value."""
     mesh, found = mesh_of(tp=md.get_world_size()), []
-    for verb in VERBS:
-        y = result_of(verb, torch.ones(3, requires_grad=True), mesh)
+    for operation in OPERATIONS:
+        y = result_of(operation, torch.ones(3, requires_grad=True), mesh)
         if is_cast:
             y = md.lax.pvary(y, "tp", mesh=mesh)
         loss = (y * (1.0 + md.get_rank())).sum()
@@ -55,24 +56,27 @@ def each_verb(is_cast: bool) -> list[str]:
 ON = [*(("simulated", size) for size in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3), ("mpi", 2)]
 
 
-@pytest.mark.parametrize(("wire", "size"), ON)
+@pytest.mark.parametrize(("backend", "size"), ON)
 def test_a_result_that_meets_varying_values_without_a_cast(
-    pool: Pool, wire: str, size: int
+    pool: Pool, backend: str, size: int
 ) -> None:
-    found = WIRES[wire](pool, each_verb, size, False)
-    for verb, *texts in zip(VERBS, *found, strict=True):
-        raised, named = [text for text in texts if text], "psum" if verb == "pmean" else verb
+    found = BACKENDS[backend](pool, each_operation, size, False)
+    for operation, *texts in zip(OPERATIONS, *found, strict=True):
+        raised, named = (
+            [text for text in texts if text],
+            "psum" if operation == "pmean" else operation,
+        )
         assert len(raised) == size - 1  # all but the first that came
         for text in raised:
             assert text.startswith(f"the gradient that reaches {named} over axis 'tp' of ")
             assert "expected: equal gradients, since the result of" in text
-            assert f"where a result of {named} meets values that vary" in text
+            assert f"if you combine a result y of {named} with values that vary" in text
             assert "y = lax.pvary(y, axis)" in text
 
 
-@pytest.mark.parametrize(("wire", "size"), ON)
-def test_with_the_cast_each_verb_passes(pool: Pool, wire: str, size: int) -> None:
-    assert WIRES[wire](pool, each_verb, size, True) == [[""] * len(VERBS)] * size
+@pytest.mark.parametrize(("backend", "size"), ON)
+def test_with_the_cast_each_collective_passes(pool: Pool, backend: str, size: int) -> None:
+    assert BACKENDS[backend](pool, each_operation, size, True) == [[""] * len(OPERATIONS)] * size
 
 
 def test_the_whole_text() -> None:
@@ -89,8 +93,8 @@ def test_the_whole_text() -> None:
         "  where:    backward of psum, gradient of shape (2,), float32",
         "  expected: equal gradients, since the result of psum is equal on every rank",
         "  found:    rank 1 differs from rank 0, by 1.4 of its norm",
-        "  fix:      where a result of psum meets values that vary along the axis, as a shard of "
-        "weights does, cast it first: y = lax.pvary(y, axis)",
+        "  fix:      if you combine a result y of psum with values that vary along the axis, for "
+        "example a shard of weights, cast it first: y = lax.pvary(y, axis)",
     ]
 
 
@@ -154,9 +158,9 @@ def right_backwards() -> None:
         backwards(way, 3.0)
 
 
-@pytest.mark.parametrize("wire", ["gloo", "shm"])
-def test_right_backwards_on_processes(pool: Pool, wire: str) -> None:
-    WIRES[wire](pool, right_backwards, 2)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_right_backwards_on_processes(pool: Pool, backend: str) -> None:
+    BACKENDS[backend](pool, right_backwards, 2)
 
 
 def alone() -> list[float]:
@@ -185,13 +189,13 @@ def alone() -> list[float]:
     return [loss.item()]
 
 
-@pytest.mark.parametrize(("wire", "size"), ON)
-def test_what_ranks_do_alone_is_not_waited_for(pool: Pool, wire: str, size: int) -> None:
-    assert WIRES[wire](pool, alone, size) == [[size * (size - 1.0)]] * size
+@pytest.mark.parametrize(("backend", "size"), ON)
+def test_what_ranks_do_alone_is_not_waited_for(pool: Pool, backend: str, size: int) -> None:
+    assert BACKENDS[backend](pool, alone, size) == [[size * (size - 1.0)]] * size
 
 
 @pytest.mark.parametrize(
-    ("first", "other", "is_refused"),
+    ("first", "other", "is_rejected"),
     [
         ([1.0, 2.0], [1.0, 2.0 + 1e-6], False),  # rounding
         ([1.0, 2.0], [1.0, 2.01], True),
@@ -205,7 +209,7 @@ def test_what_ranks_do_alone_is_not_waited_for(pool: Pool, wire: str, size: int)
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_what_counts_as_the_same(
-    first: list[float], other: list[float], is_refused: bool, dtype: torch.dtype
+    first: list[float], other: list[float], is_rejected: bool, dtype: torch.dtype
 ) -> None:
     def program() -> str:
         mesh = mesh_of(tp=2)
@@ -213,4 +217,4 @@ def test_what_counts_as_the_same(
         grad = torch.tensor([first, other][md.get_rank()]).to(dtype)
         return told(lambda: y.backward(grad))
 
-    assert [bool(text) for text in md.simulate(program, 2)] == [False, is_refused]
+    assert [bool(text) for text in md.simulate(program, 2)] == [False, is_rejected]

@@ -12,7 +12,7 @@ from torch import nn
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import AxisTypeError, GradientError
-from tests.typed_contexts.typed_cases import F64, in_mesh, varying
+from tests.typed_mode.typed_cases import F64, in_mesh, varying
 
 RANKS = (4,)
 
@@ -67,7 +67,7 @@ def test_pytorch_58005_a_sum_and_a_gather_scaled_gradients_by_the_number_of_rank
     assert in_mesh(body, shape=RANKS) == [(1.0, 1.0)] * 4
 
 
-def test_pytorch_190007_the_backward_of_a_mean_was_refused() -> None:
+def test_pytorch_190007_the_backward_of_a_mean_was_rejected() -> None:
     # Only sums had a derivative in the functional collectives, though a mean is as linear.
     def body(mesh: md.DeviceMesh) -> Any:
         x = varying(leaf(1.0 + md.get_rank()))

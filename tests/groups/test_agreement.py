@@ -17,9 +17,9 @@ from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
 from meshdist.groups.agreement import Agreements
-from meshdist.groups.signals import Endings
+from meshdist.groups.control_messages import Endings
 from tests.few_files import room_for
-from tests.inner import BoundedStore, World, digest_of_ranks
+from tests.inner import TimeoutStore, World, digest_of_ranks
 from tests.pool import Pool
 
 LONG = timedelta(seconds=30)
@@ -70,14 +70,15 @@ def test_every_member_raises_and_shows_what_differs() -> None:
         )
 
     for rank, error in enumerate(together(3, body)):
-        assert isinstance(error, md.AgreementError) and isinstance(error, ValueError)
+        assert isinstance(error, md.MismatchError) and isinstance(error, ValueError)
         assert str(error) == (
             "the ranks do not define the same mesh\n"
             f"  where:    rank {rank}, among ranks 0-2\n"
-            "  expected: one and the same mesh on every rank\n"
+            "  expected: the same mesh on every rank\n"
             "  found:    rank 0: a mesh (sizes [4])\n"
             "            ranks 1-2: a mesh (sizes [2, 2])\n"
-            "  fix:      make the mesh from equal arguments on all of its ranks, in the same order"
+            "  fix:      create the mesh with the same arguments on all of its ranks, in the same "
+            "order"
         )
 
 
@@ -90,8 +91,8 @@ def test_a_member_that_does_not_come_is_named() -> None:
         if rank == 1:
             continue
         assert isinstance(error, md.CollectiveTimeoutError) and isinstance(error, TimeoutError)
-        assert "rank 1 did not come within 0.5 s to make a group" in str(error)
-        assert "rank 1: gives no answer" in str(error)
+        assert "rank 1 did not arrive within 0.5 s to create a group" in str(error)
+        assert "rank 1: does not respond" in str(error)
 
 
 def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() -> None:
@@ -113,11 +114,11 @@ def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:
 
     early, late = together(2, body)
     assert isinstance(early, md.CollectiveTimeoutError)
-    assert "rank 1 did not come within 1 s to make a mesh" in str(early)
+    assert "rank 1 did not arrive within 1 s to create a mesh" in str(early)
     assert isinstance(late, md.CollectiveTimeoutError)
-    assert "others gave up to wait before rank 1 came to make a mesh" in str(late)
+    assert "the other ranks timed out before rank 1 started to create a mesh" in str(late)
     assert "found:    rank 0 waited 1 s for a mesh" in str(late)
-    assert "fix:      look at what kept rank 1, or raise the timeout" in str(late)
+    assert "fix:      check what delayed rank 1, or pass a longer timeout" in str(late)
 
 
 class Interrupting(Endings):
@@ -151,11 +152,11 @@ def test_an_interrupted_rank_is_not_agreed_with() -> None:
             assert isinstance(error, InterruptedError)
             continue
         assert str(error) == (
-            "rank 1 has given up to make a mesh\n"
+            "rank 1 was interrupted while creating a mesh\n"
             f"  where:    rank {rank}, a mesh, for ranks 0-2\n"
             "  expected: the same call on ranks 0-2\n"
             "  found:    rank 1 was interrupted by InterruptedError: stop\n"
-            "  fix:      look at what interrupted rank 1; make it again on all of them"
+            "  fix:      check what interrupted rank 1, and create it again on all ranks"
         )
     assert time.monotonic() - began < LONG.total_seconds() / 2
 
@@ -186,7 +187,7 @@ def test_a_communicator_is_shared_only_where_all_members_of_its_group_have_it_st
 
 def test_a_lost_store_is_reported_as_such() -> None:
     def body(world: World) -> None:
-        world.store = BoundedStore(world.store, LONG)
+        world.store = TimeoutStore(world.store, LONG)
         world.store.close()
         agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
 
@@ -203,16 +204,16 @@ def test_an_outcome_that_no_rank_has_written_is_named(junk: bytes) -> None:
 
     (error,) = together(1, body)
     assert isinstance(error, md.StoreError)
-    assert "the store holds under 'agree/mesh/" in str(error)
-    assert "what no rank of this job has written" in str(error)
+    assert "the store holds a value under 'agree/mesh/" in str(error)
+    assert "that no rank of this job wrote" in str(error)
 
 
 def test_names_of_rank_lists() -> None:
     assert digest_of_ranks([0, 1]) == digest_of_ranks((0, 1)) != digest_of_ranks((1, 0))
 
 
-@pytest.mark.parametrize("wire", ["gloo", "shm"])
-def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, backend: str) -> None:
     def program() -> list[str]:
         few = room_for(9) if md.get_rank() == 1 else nullcontext()
         with few, pytest.raises(md.BackendError) as caught:
@@ -222,8 +223,8 @@ def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, wire:
         assert x.item() == 3
         return str(caught.value).splitlines()
 
-    for rank, lines in enumerate(pool.run(program, 3, backend=wire)):
-        assert "cannot be opened: a member can open too few files and sockets" in lines[0]
+    for rank, lines in enumerate(pool.run(program, 3, backend=backend)):
+        assert "cannot be opened because a rank has too few file descriptors" in lines[0]
         assert lines[1] == f"  where:    rank {rank}, among ranks 0-2"
         # Another thread may have a file open for a moment.
         assert re.match("  found:    rank 1: [89] more files can be opened of about 16 ", lines[2])
@@ -240,8 +241,8 @@ def files() -> list[str]:
     return [name for name in found if "meshdist-words" not in name]
 
 
-@pytest.mark.parametrize("wire", ["gloo", "shm"])
-def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, backend: str) -> None:
     def program() -> Any:
         before = len(files())
         few = room_for(8) if md.get_rank() == 4 else nullcontext()
@@ -262,8 +263,8 @@ def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, wi
 
     # Gloo: a socket for each other member, and its file of words; shm: its handle, and a socket
     needed = 12 + 2 * 1 + 2 * 2
-    for lines, sums in pool.run(program, 6, backend=wire):
-        assert lines[0].startswith("DeviceMesh(dp=2, tp=3) cannot be opened: a member can open too")
+    for lines, sums in pool.run(program, 6, backend=backend):
+        assert lines[0].startswith("DeviceMesh(dp=2, tp=3) cannot be opened because a rank")
         assert re.search(
             f"rank 4: [78] more files can be opened of about {needed} needed", lines[2]
         )

@@ -129,11 +129,12 @@ def check_wrong_numbers(pool: Pool, hosts: str, usual: str) -> None:
 
 def check_named(told: list[tuple[str, str]], number: int, pair: tuple[str, str]) -> None:
     """All ranks have raised one error, which shows both calls."""
-    assert {kind for kind, _ in told} == {"AgreementError"}, told
+    assert {kind for kind, _ in told} == {"MismatchError"}, told
     texts = {common(text) for _, text in told}
     assert len(texts) == 1, texts
     text = texts.pop()
-    assert text.startswith(f"the members of a group disagree about their call {number}\n"), text
+    summary = f"collective mismatch: ranks made different calls as call {number}\n"
+    assert text.startswith(summary), text
     for name in pair:
         assert f": {CALLS[name][0]} at " in text, text
 
@@ -141,14 +142,15 @@ def check_named(told: list[tuple[str, str]], number: int, pair: tuple[str, str])
 def test_the_text(pool: Pool) -> None:
     found = pool.run(differ_at, 4, [3], ("sum", "max"), "AABB", hosts="AABB")
     lines = found[1][0][2].splitlines()
-    assert lines[0] == "the members of a group disagree about their call 3"
+    assert lines[0] == "collective mismatch: ranks made different calls as call 3"
     head, _, tail = lines[1].partition("; ")
     assert head == "  where:    group of ranks 0-3, ranks 0-3"
-    assert tail in {f"rank {k} saw it at call 4; results since may be wrong" for k in range(4)}
+    told = "detected it at call 4; results since then may be wrong"
+    assert tail in {f"rank {k} {told}" for k in range(4)}
     assert lines[2].strip().startswith("raised on rank 1, call 4 on group of ranks 0-3: all_reduce")
     assert (
         lines[3]
-        == "  expected: the same verb, dtype, number of elements, op and root on every member"
+        == "  expected: the same collective, dtype, number of elements, op and root on every rank"
     )
     assert lines[4].startswith("  found:    ranks 0-1: all_reduce((4,) float32, SUM) at ")
     assert lines[5].startswith("            ranks 2-3: all_reduce((4,) float32, MAX) at ")
@@ -169,7 +171,7 @@ def test_what_hangs_between_rounds_is_named_at_the_timeout(
     more = [3], pair, hosts, "sum", timedelta(seconds=4)
     found = pool.run(differ_at, len(hosts), *more, backend="gloo", hosts=hosts)
     errors = [text for [(_, _, text)] in found]
-    late = [text for text in errors if "was not finished within 4 s" in text]
+    late = [text for text in errors if "timed out after 4 s" in text]
     assert late, errors
     for text in late:  # each that gives up names what others called, or who gave up first
         assert "; last call" in text or "failed first, in call" in text, text
@@ -193,9 +195,8 @@ def sizes_differ() -> str:
 
 def test_sizes_that_differ_are_shown_at_the_timeout(pool: Pool) -> None:
     texts = pool.run(sizes_differ, 2, backend="gloo", hosts="AB")
-    assert any("rank 0: arrived, in all_reduce((2,) float32, SUM) at" in text for text in texts), (
-        texts
-    )
+    told = "rank 0: reached this call as all_reduce((2,) float32, SUM) at"
+    assert any(told in text for text in texts), texts
     assert any("all_reduce((2,) float32, SUM)" in text for text in texts)
     assert any("all_reduce((3,) float32, SUM)" in text for text in texts)
     assert all(texts)
@@ -222,7 +223,8 @@ def test_who_does_not_come_to_a_round_is_named(pool: Pool, hosts: str) -> None:
     for text, value in told:
         assert value == 1.0
         assert "call 8 on group of ranks" in text
-        assert f"rank {last}: did not arrive; last call 7 on group of ranks 0-{last}" in text
+        told = f"rank {last}: did not reach this call; last call 7 on group of ranks 0-{last}"
+        assert told in text
 
 
 def test_objects_that_meet_tensors_are_named_at_a_round(pool: Pool) -> None:
@@ -239,7 +241,7 @@ def at_detail(hosts: str) -> tuple[str, float]:
         md.all_reduce(x, md.ReduceOp.AVG, group)
     op = md.ReduceOp.MAX if hosts[md.get_rank()] == "B" else md.ReduceOp.SUM
     try:
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             md.all_reduce(x, op, group)
     finally:
         md.set_debug_level(md.DebugLevel.OFF)
@@ -250,7 +252,7 @@ def at_detail(hosts: str) -> tuple[str, float]:
 def test_at_detail_each_call_is_compared_before_data_move(pool: Pool, hosts: str) -> None:
     for text, total in pool.run(at_detail, len(hosts), hosts, hosts=hosts):
         assert total == 2.0
-        assert "disagree about their call 3" in text and "before it sent any data" in text
+        assert "made different calls as call 3" in text and "before it sent any data" in text
 
 
 # -- as a group or the world is destroyed ---------------------------------------------------------
@@ -265,7 +267,7 @@ def last_call_differs(host: str, others: int) -> str:
         md.new_group()
     try:
         md.destroy_process_group(group)
-    except md.AgreementError as error:
+    except md.MismatchError as error:
         with pytest.raises(md.GroupClosedError):
             md.barrier(group)
         return str(error)
@@ -275,7 +277,7 @@ def last_call_differs(host: str, others: int) -> str:
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_last_calls_are_compared_as_a_group_is_destroyed(pool: Pool, hosts: str) -> None:
     texts = pool.run(last_call_differs, len(hosts), hosts, 1, backend="gloo", hosts=hosts)
-    check_named([("AgreementError", text) for text in texts], 3, ("sum", "max"))
+    check_named([("MismatchError", text) for text in texts], 3, ("sum", "max"))
 
 
 SHORT_PROGRAM = """
@@ -296,7 +298,8 @@ def test_last_calls_are_compared_as_the_world_is_destroyed(pool: Pool) -> None:
     ]
     for ended in pool.start(SHORT_PROGRAM, environments, has_teardown=False):
         assert ended.returncode == 1
-        assert "AgreementError: the members of a group disagree about their call 3" in ended.stderr
+        summary = "collective mismatch: ranks made different calls as call 3"
+        assert f"MismatchError: {summary}" in ended.stderr
         assert "rank 0: all_reduce((4,) float32, SUM) at " in ended.stderr
         assert "rank 1: all_reduce((4,) float32, MAX) at " in ended.stderr
 
@@ -310,7 +313,7 @@ def a_mesh_is_closed() -> tuple[str, bool]:
     text = ""
     try:
         mesh.close()
-    except md.AgreementError as error:
+    except md.MismatchError as error:
         text = str(error)
     return text, all(group.is_closed for group in groups)
 
@@ -319,7 +322,7 @@ def test_a_mesh_closes_all_its_groups_though_calls_of_one_differ(pool: Pool) -> 
     found = pool.run(a_mesh_is_closed, 4, backend=None, hosts="AABB")
     for rank, (text, are_closed) in enumerate(found):
         assert are_closed
-        assert ("about their call 3\n  where:    axis 'across'" in text) == (rank % 2 == 0)
+        assert ("different calls as call 3\n  where:    axis 'across'" in text) == (rank % 2 == 0)
 
 
 def destroyed_by_some(how_others_end: str) -> float:

@@ -37,7 +37,8 @@ def make_mesh() -> md.DeviceMesh:
 
 
 def make_and_drop() -> list[Callable[[], Any]]:
-    """Weak references to a mesh, and its group, after verbs that wait and verbs in flight."""
+    """Weak references to a mesh, and its group, after collectives that wait and collectives in
+    flight."""
     mesh = make_mesh()
     md.all_reduce(torch.ones(2), group=mesh["tp"])
     md.all_reduce(torch.ones(2), group=mesh["tp"], async_op=True).wait()
@@ -75,11 +76,11 @@ def on_mpi(pool: Pool, fn: Callable[..., Any], size: int) -> list[Any]:
     return job_of(pool, size).run_in_world(fn)
 
 
-def on(wire: str, hosts: str = "") -> Callable[..., list[Any]]:
-    return lambda pool, fn, size: pool.run(fn, size, backend=wire, hosts=hosts[:size])
+def on(backend: str, hosts: str = "") -> Callable[..., list[Any]]:
+    return lambda pool, fn, size: pool.run(fn, size, backend=backend, hosts=hosts[:size])
 
 
-WIRES: dict[str, Callable[..., list[Any]]] = {
+BACKENDS: dict[str, Callable[..., list[Any]]] = {
     "simulated": on_simulated_ranks,
     "shm": on("shm"),
     "gloo": on("gloo"),
@@ -89,9 +90,9 @@ WIRES: dict[str, Callable[..., list[Any]]] = {
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3, 5))])
-@pytest.mark.parametrize("wire", WIRES)
-def test_forty_dropped_meshes_hold_no_more_than_two(wire: str, size: int, pool: Pool) -> None:
-    for before, after, is_collected in WIRES[wire](pool, forty_meshes, size):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forty_dropped_meshes_hold_no_more_than_two(backend: str, size: int, pool: Pool) -> None:
+    for before, after, is_collected in BACKENDS[backend](pool, forty_meshes, size):
         assert is_collected
         assert after[-1] == before[-1]
         assert after[0] <= before[0] + 5 and after[1] <= before[1] + 5, (before, after)
@@ -177,12 +178,12 @@ def test_what_is_in_use_is_not_closed(pool: Pool) -> None:
         grads = model.weight.grad.sum().item(), leaf.grad.item()
         return [x.item(), y.item(), z.item(), w.item(), *grads]
 
-    for wire in ("gloo", "shm"):
-        assert pool.run(program, 2, backend=wire) == [[2.0] * 6] * 2
+    for backend in ("gloo", "shm"):
+        assert pool.run(program, 2, backend=backend) == [[2.0] * 6] * 2
 
 
-@pytest.mark.parametrize("wire", ["simulated", "gloo", "shm", "gloo across hosts"])
-def test_what_one_rank_drops_stays_for_the_others(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", ["simulated", "gloo", "shm", "gloo across hosts"])
+def test_what_one_rank_drops_stays_for_the_others(backend: str, pool: Pool) -> None:
     """Also their messages, and what it has in flight there; when all have dropped it, it goes."""
 
     def program() -> tuple[float, list[int]]:
@@ -212,7 +213,7 @@ def test_what_one_rank_drops_stays_for_the_others(wire: str, pool: Pool) -> None
         md.barrier(group=last)
         return x.item(), [kept, num_open()]
 
-    _, second, third = WIRES[wire](pool, program, 3)
+    _, second, third = BACKENDS[backend](pool, program, 3)
     assert (second[0], third[0]) == (8.0, 3.0)
     assert second[1][0] == second[1][1] == third[1][0] == third[1][1]
 
@@ -271,11 +272,12 @@ del group
     for rank, said in enumerate(pool.run(warnings_of, 2, text)):
         mesh, group = said
         assert mesh == (
-            "axis 'dp' of DeviceMesh(dp=1, tp=2) was dropped, and not closed\n"
+            "axis 'dp' of DeviceMesh(dp=1, tp=2) was dropped without being closed\n"
             f"  where:    rank {rank}, made at train.py:4\n"
-            "  found:    its communicator, open until all its ranks have dropped it and make "
-            "another\n"
-            "  fix:      call mesh.close() or destroy_process_group(group), or keep it"
+            "  found:    its communicator, which stays open until all ranks have dropped the group "
+            "and create another\n"
+            "  fix:      call mesh.close() or destroy_process_group(group), or keep a reference "
+            "to it"
         )
         assert "made at train.py:7" in group
 
@@ -345,7 +347,7 @@ def test_an_interrupt_while_a_group_is_opened_leaves_nothing(
 ) -> None:
     def program() -> tuple[int, int]:
         with monkeypatch.context() as patched:
-            patched.setattr(process_group, "Channel", mock.Mock(side_effect=KeyboardInterrupt))
+            patched.setattr(process_group, "DeviceGroup", mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 make_mesh()
         after = num_open()

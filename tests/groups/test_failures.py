@@ -25,8 +25,8 @@ from meshdist.checking.calls import get_message
 from meshdist.groups import communicators as registry_module
 from tests.inner import deadlines, get_world
 from tests.load import is_within
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool, places
-from tests.verbs.cases import WIRES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,12 +52,12 @@ def test_a_rank_that_never_comes_to_the_mesh_is_named(pool: Pool) -> None:
 
     told = pool.run(program, 3)
     for rank in (0, 2):
-        assert told[rank].startswith("CollectiveTimeoutError: rank 1 did not come within 1 s")
+        assert told[rank].startswith("CollectiveTimeoutError: rank 1 did not arrive within 1 s")
         assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
-        assert "rank 1: runs, and has called no verb" in told[rank]
+        assert "rank 1: is running and has called no collective" in told[rank]
 
 
-def test_a_verb_that_one_rank_does_not_call_tells_who_and_where(pool: Pool) -> None:
+def test_a_collective_that_one_rank_does_not_call_tells_who_and_where(pool: Pool) -> None:
     def program() -> str:
         mesh = md.init_device_mesh(
             "cpu", (3,), mesh_dim_names=("dp",), timeout=timedelta(seconds=1)
@@ -75,7 +75,7 @@ def test_a_verb_that_one_rank_does_not_call_tells_who_and_where(pool: Pool) -> N
     text = "".join(told)
     assert "CollectiveTimeoutError: all_reduce on axis 'dp' of DeviceMesh(dp=3)" in text
     assert "call 2 on axis 'dp' of DeviceMesh(dp=3): all_reduce((2, 3) float32, SUM) at " in text
-    assert "rank 1: did not arrive; last call 1 on axis 'dp'" in text
+    assert "rank 1: did not reach this call; last call 1 on axis 'dp'" in text
     assert "test_failures.py" in text
 
 
@@ -135,12 +135,12 @@ def test_ranks_that_wait_in_different_agreements_are_shown_at_the_timeout(pool: 
     found = pool.run(program, 3)
     for rank, (here, there) in enumerate((("mesh", "group"), ("group", "mesh"))):
         other, (text, _) = 1 - rank, found[rank]
-        summary = f"rank {other} did not come within 3 s to make a {here}"
+        summary = f"rank {other} did not arrive within 3 s to create a {here}"
         place = rf"rank {other}: .*; now at .*test_failures.py:\d+ in .*make_a_{there}"
         assert is_late(text, summary, "for ranks 0-1", place), text
     for rank, (_, text) in enumerate(found):
         size, others = ("3", "rank 0") if rank else ("2", "rank 1")
-        summary = f"{others} did not come within 3 s to make a mesh"
+        summary = f"{others} did not arrive within 3 s to create a mesh"
         place = f"{others}: .*; now at .*in .*make_a_mesh"
         where = f"rank {rank}, DeviceMesh({size}), for ranks 0-{int(size) - 1}"
         assert is_late(text, summary, where, place), text
@@ -176,7 +176,7 @@ def test_a_wait_for_others_goes_on_though_a_third_looks_how_it_does(pool: Pool) 
         pool.start(BY_WAY_OF_A_THIRD, places(3), has_teardown=False)[1:], 1
     ):
         awaited = "ranks 0, 2 did" if rank == 1 else "rank 0 did"
-        start = f"CollectiveTimeoutError {awaited} not come within 3 s to make a"
+        start = f"CollectiveTimeoutError {awaited} not arrive within 3 s to create a"
         assert ended.stdout.startswith(start), ended.stdout + ended.stderr
 
 
@@ -207,7 +207,7 @@ def test_two_threads_of_one_rank_open_different_groups_at_once(pool: Pool) -> No
     assert pool.run(program, 3) == [both, middle, both]
 
 
-def test_a_forked_child_reads_its_rank_and_every_verb_raises(pool: Pool) -> None:
+def test_a_forked_child_reads_its_rank_and_every_collective_raises(pool: Pool) -> None:
     def program() -> tuple[str, float]:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         x = torch.ones(1)
@@ -222,8 +222,8 @@ def test_a_forked_child_reads_its_rank_and_every_verb_raises(pool: Pool) -> None
                 lambda: md.barrier(mesh["dp"]),
                 lambda: md.init_device_mesh("cpu", (2,)),
             )
-            refused = sum("WorldError: a forked child cannot" in error_of(call) for call in calls)
-            text = f"{md.get_rank()} of {md.get_world_size()}: {refused} refused"
+            rejected = sum("WorldError: a forked child cannot" in error_of(call) for call in calls)
+            text = f"{md.get_rank()} of {md.get_world_size()}: {rejected} rejected"
             os.write(write, text.encode())
             os._exit(0)
         os.waitpid(child, 0)
@@ -233,7 +233,7 @@ def test_a_forked_child_reads_its_rank_and_every_verb_raises(pool: Pool) -> None
         os.close(write)
         return text, x.item()
 
-    assert pool.run(program, 2) == [("0 of 2: 5 refused", 4.0), ("1 of 2: 5 refused", 4.0)]
+    assert pool.run(program, 2) == [("0 of 2: 5 rejected", 4.0), ("1 of 2: 5 rejected", 4.0)]
 
 
 HEADER = """
@@ -253,7 +253,7 @@ def run(pool: Pool, body: str, size: int) -> list[tuple[int, str, str]]:
 
 
 def test_a_killed_rank_frees_the_others(pool: Pool) -> None:
-    def program(verb: str) -> str:
+    def program(operation: str) -> str:
         x = torch.ones(1)
         md.all_reduce(x)
         if md.get_rank() == 1:
@@ -263,14 +263,14 @@ def test_a_killed_rank_frees_the_others(pool: Pool) -> None:
             "recv": lambda: md.recv(x, src=1),
             "barrier": lambda: md.barrier(),
         }
-        return error_of(calls[verb])
+        return error_of(calls[operation])
 
-    for verb in ("all_reduce", "recv", "barrier"):
+    for operation in ("all_reduce", "recv", "barrier"):
         start = time.monotonic()
-        survivor, victim = pool.outcomes(program, 2, verb, grace_s=20)
+        survivor, victim = pool.outcomes(program, 2, operation, grace_s=20)
         assert is_within(time.monotonic() - start, 20)
-        assert f"BackendError: {verb} on the world failed on wire 'gloo'" in survivor
-        assert "look at the rank that ended or failed first" in survivor
+        assert f"BackendError: {operation} on the world failed on backend 'gloo'" in survivor
+        assert "resolve the error of the rank that exited or failed first" in survivor
         assert not isinstance(victim, str)
 
 
@@ -291,18 +291,18 @@ def test_a_rank_that_has_ended_is_not_waited_for_where_a_mesh_is_made(pool: Pool
     assert is_within(time.monotonic() - start, 15)
     ended = {"kill": "has ended", "destroy": "destroyed its process group"}.get(how, "")
     for rank in (0, 2):
-        assert told[rank].startswith("BackendError: rank 1 cannot come to make a mesh\n")
+        assert told[rank].startswith("BackendError: rank 1 left before creating a mesh\n")
         assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
         assert f"found:    rank 1 {ended}" in told[rank]
-        assert "make it on the ranks that are left" in told[rank]
+        assert "check why rank 1 left, or create it with the remaining ranks" in told[rank]
 
 
 @pytest.mark.parametrize(
-    ("wire", "hosts"),
+    ("backend", "hosts"),
     [("shm", ""), ("gloo", ""), pytest.param("gloo", "aab", marks=pytest.mark.soak)],
 )
 def test_a_forgotten_call_is_told_with_how_many_each_has_made(
-    pool: Pool, wire: str, hosts: str
+    pool: Pool, backend: str, hosts: str
 ) -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
@@ -313,7 +313,7 @@ def test_a_forgotten_call_is_told_with_how_many_each_has_made(
             return ""
         return error_of(lambda: md.all_reduce(torch.ones(2), group=mesh["dp"]))
 
-    told = pool.outcomes(program, 3, backend=wire, hosts=hosts)
+    told = pool.outcomes(program, 3, backend=backend, hosts=hosts)
     for rank in (0, 2):
         assert f"rank {rank}, call 3 on axis 'dp' of DeviceMesh(dp=3)" in told[rank]
         ending = "rank 1:? destroyed its process group; it made 2 collectives on this group"
@@ -352,11 +352,11 @@ def interrupted_in(how: str) -> str:
     ("how", "hosts"),
     [("fast", ""), ("slow", ""), ("beside what is in flight", ""), ("fast", "AABB")],
 )
-def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(
+def test_what_a_handler_raises_in_a_collective_is_told_to_the_others(
     pool: Pool, how: str, hosts: str
 ) -> None:
-    wire = "gloo" if hosts else "shm"
-    told = pool.run(interrupted_in, 4, how, backend=wire, hosts=hosts)
+    backend = "gloo" if hosts else "shm"
+    told = pool.run(interrupted_in, 4, how, backend=backend, hosts=hosts)
     assert told[1] == "Struck: a handler has a fault"
     for text in (told[0], *told[2:]):
         assert text.startswith("AbortedError: all_reduce on the world was aborted\n"), text
@@ -365,7 +365,7 @@ def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(
         assert "test_failures.py" in text and ": Struck: a handler has a fault" in text
 
 
-def left_by_a_handler(verb: str, raised: str) -> tuple[str, list[float], str]:
+def left_by_a_handler(operation: str, raised: str) -> tuple[str, list[float], str]:
     """How rank 1's call ends in which a handler raises, its tensor later, and its next call."""
     rank, size = md.get_rank(), md.get_world_size()
     x = torch.ones(size << 15)
@@ -390,7 +390,7 @@ def left_by_a_handler(verb: str, raised: str) -> tuple[str, list[float], str]:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
     ended = ""
     try:
-        calls[verb]()
+        calls[operation]()
     except (Struck, KeyboardInterrupt, md.MeshdistError) as error:
         ended = f"{type(error).__name__}: {error}"
     after = x.clone()
@@ -399,34 +399,34 @@ def left_by_a_handler(verb: str, raised: str) -> tuple[str, list[float], str]:
     return ended, [after.sum().item(), x.sum().item()], later
 
 
-VERBS_LEFT = ["all_reduce", "all_reduce MAX", "broadcast", "all_gather", "reduce_scatter"]
+OPERATIONS_LEFT = ["all_reduce", "all_reduce MAX", "broadcast", "all_gather", "reduce_scatter"]
 
 
 @pytest.mark.parametrize(
-    ("wire", "verb", "raised"),
+    ("backend", "operation", "raised"),
     [
         ("gloo", "all_reduce", "Struck"),
         ("gloo", "all_reduce MAX", "KeyboardInterrupt"),
         ("gloo across hosts", "all_reduce", "KeyboardInterrupt"),
         ("shm", "all_reduce", "KeyboardInterrupt"),
         *(
-            pytest.param(wire, verb, raised, marks=pytest.mark.soak)
-            for wire, verb, raised in product(
+            pytest.param(backend, operation, raised, marks=pytest.mark.soak)
+            for backend, operation, raised in product(
                 ["gloo", "mpi", "gloo across hosts", "shm"],
-                [*VERBS_LEFT, "all_to_all", "all_gather_object"],
+                [*OPERATIONS_LEFT, "all_to_all", "all_gather_object"],
                 ["Struck", "KeyboardInterrupt"],
             )
         ),
     ],
 )
-def test_a_collective_that_a_handler_leaves_breaks_its_group_on_every_wire(
-    pool: Pool, wire: str, verb: str, raised: str
+def test_a_collective_that_a_handler_leaves_breaks_its_group_on_every_backend(
+    pool: Pool, backend: str, operation: str, raised: str
 ) -> None:
-    told = WIRES[wire](pool, left_by_a_handler, 3, verb, raised)
+    told = BACKENDS[backend](pool, left_by_a_handler, 3, operation, raised)
     ended, sums, later = told[1]
     assert ended.startswith(raised)
     assert sums[0] == sums[1]  # nothing is written once the call has raised
-    called = verb.split(" ")[0]
+    called = operation.split(" ")[0]
     for text in (later, told[0][0], told[0][2], told[2][0], told[2][2]):
         assert text.startswith("AbortedError: ") and called[:6] in text, text
         assert f"gave up in call 2 on the world: {called}" in text or "has given up" in text
@@ -439,8 +439,8 @@ def test_a_program_that_never_destroys_ends_at_once_and_silently(pool: Pool) -> 
         """
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         md.all_reduce(torch.ones(1), group=mesh["tp"])
-        time.sleep(0.15 * md.get_rank())  # rank 0, which serves the store, ends first
-        """,
+        time.sleep(0.15 * md.get_rank())  # rank 0, which hosts the store, ends first
+""",
         size=4,
     )
     assert ended == [(0, "", "")] * 4
@@ -471,13 +471,13 @@ def test_two_groups_called_in_two_orders_tell_where_each_rank_is(pool: Pool) -> 
     first, second = pool.run(program, 2)
     # A root may be done before its receivers come: Gloo then lets it go, and it waits elsewhere.
     assert first.startswith(
-        "CollectiveTimeoutError: all_reduce on axis 'a' of DeviceMesh(a=2, b=1) was not finished"
+        "CollectiveTimeoutError: all_reduce on axis 'a' of DeviceMesh(a=2, b=1) timed out"
     )
-    assert "rank 1: did not arrive; last call " in first
+    assert "rank 1: did not reach this call; last call " in first
     assert not second or second.startswith("CollectiveTimeoutError: broadcast on group of")
 
 
-def test_two_groups_called_in_two_orders_by_verbs_that_wait(pool: Pool) -> None:
+def test_two_groups_called_in_two_orders_by_collectives_that_wait(pool: Pool) -> None:
     def program() -> str:
         limit = timedelta(seconds=1)
         mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"), timeout=limit)
@@ -496,13 +496,13 @@ def test_two_groups_called_in_two_orders_by_verbs_that_wait(pool: Pool) -> None:
 
     first, second = pool.run(program, 2)
     axis, other = "axis 'a' of DeviceMesh(a=2, b=1)", "group of ranks 0-1"
-    assert first.startswith(f"CollectiveTimeoutError: all_reduce on {axis} was not finished")
-    assert second.startswith(f"CollectiveTimeoutError: all_reduce on {other} was not finished")
+    assert first.startswith(f"CollectiveTimeoutError: all_reduce on {axis} timed out")
+    assert second.startswith(f"CollectiveTimeoutError: all_reduce on {other} timed out")
     call = "all_reduce((2,) float32, SUM) at "
     assert f"rank 0, call 1 on {axis}: {call}" in first
-    assert f"rank 1: did not arrive; last call 2 on {other}: {call}" in first
+    assert f"rank 1: did not reach this call; last call 2 on {other}: {call}" in first
     assert f"rank 1, call 2 on {other}: {call}" in second
-    assert f"rank 0: did not arrive; last call 1 on {axis}: {call}" in second
+    assert f"rank 0: did not reach this call; last call 1 on {axis}: {call}" in second
     for text in (first, second):
         assert text.count("test_failures.py:") in (2, 3)  # the other may have gone on
 
@@ -521,9 +521,9 @@ def test_the_first_failure_is_quoted_by_the_later_ones(pool: Pool) -> None:
     outcomes = pool.run(program, 3)
     assert [y for _, _, y in outcomes] == [3.0] * 3
     first, last = outcomes[0][0], outcomes[2][0]
-    assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2 was not finished")
-    assert "fix:      a message meets a receive of its tag, dtype and number of elements" in first
-    assert "expected: rank 1 to send (2,) float32 to this rank under tag 0\n" in first
+    assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2 timed out")
+    assert "fix:      pass the same tag, dtype and number of elements to send and recv" in first
+    assert "expected: rank 1 to send (2,) float32 to this rank with tag 0\n" in first
     assert "where:    rank 0, recv((2,) float32, from rank 1) on group of ranks 0-2 at " in first
     # Rank 0 breaks the connection; where rank 2 is quicker to tell, rank 0 quotes it instead.
     quoted = "failed first, in recv((2,) float32, from rank {}) on group of ranks 0-2 at "
@@ -542,13 +542,15 @@ def test_a_rank_late_to_open_a_group_is_named_with_what_it_does(pool: Pool) -> N
         if md.get_rank() == 1:
             time.sleep(2)
         else:
-            text = error_of(lambda: md.new_group(timeout=timedelta(seconds=1)).open_channel("cpu"))
+            text = error_of(
+                lambda: md.new_group(timeout=timedelta(seconds=1)).open_device_group("cpu")
+            )
         md.barrier()
         return text
 
     told = pool.run(program, 3)
     for rank in (0, 2):
-        assert "rank 1 did not come within 1 s to make a group" in told[rank]
+        assert "rank 1 did not arrive within 1 s to create a group" in told[rank]
         assert "rank 1: call 1 on the world: all_reduce((1,) float32, SUM) at " in told[rank]
 
 
@@ -580,7 +582,7 @@ def test_a_forked_child_writes_no_headers(pool: Pool) -> None:
         group, store = mesh["dp"].get_group(), get_world().store
         x = torch.ones(1)
         md.all_reduce(x, group=group)
-        assert group.open_channel("cpu").header_table is not None
+        assert group.open_device_group("cpu").fingerprint_table is not None
         child = os.fork()
         if child == 0:
             error_of(lambda: md.all_reduce(torch.ones(7), group=group))
@@ -609,7 +611,7 @@ def test_a_program_that_ends_in_the_midst_of_async_calls_ends_silently(pool: Poo
         for work in works:
             work.wait()
         say(md.get_world_size())
-        """,
+""",
         size=2,
     )
     assert ended == [(0, "2\n", "")] * 2
@@ -618,13 +620,16 @@ def test_a_program_that_ends_in_the_midst_of_async_calls_ends_silently(pool: Poo
 def asked_too_early() -> str:
     """What is told of a message that is noted while somebody asks after it."""
     world = md.group.WORLD
-    opened, registry = world.open_channel("cpu").opened, registry_module.get_registry(world.world)
+    opened, registry = (
+        world.open_device_group("cpu").opened,
+        registry_module.get_registry(world.world),
+    )
     about = {"label": opened.label, "message": [True, 0, 5, 1]}
     before = registry.answer(about)
     assert before["about"] is None
 
     def note(*_: float) -> None:
-        facts = world.open_channel("cpu").group
+        facts = world.open_device_group("cpu").group
         opened.recorder.note(facts, get_message("send", torch.ones(3), 0, 5))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -642,7 +647,7 @@ def test_a_message_that_is_on_its_way_is_found_although_it_is_noted_late() -> No
 def told_of_a_disagreement_before_its_signal() -> str:
     """A member that has read the others' error leaves before the first of them tells this one."""
     group = md.new_group(timeout=timedelta(seconds=20))
-    opened, store = group.open_channel("cpu").opened, md.group.WORLD.world.store
+    opened, store = group.open_device_group("cpu").opened, md.group.WORLD.world.store
     md.barrier(group)
     if md.get_rank() == 1:
         names = ("summary", "where", "expected", "found", "fix")
@@ -655,7 +660,7 @@ def told_of_a_disagreement_before_its_signal() -> str:
     return first + second
 
 
-@pytest.mark.parametrize("wire", ["gloo", "shm"])
-def test_a_disagreement_is_told_though_its_signal_has_not_come(wire: str, pool: Pool) -> None:
-    told, _ = pool.run(told_of_a_disagreement_before_its_signal, 2, backend=wire)
-    assert told.count("AgreementError: calls differ") == told.count("raised on rank 0") == 2, told
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_disagreement_is_told_though_its_signal_has_not_come(backend: str, pool: Pool) -> None:
+    told, _ = pool.run(told_of_a_disagreement_before_its_signal, 2, backend=backend)
+    assert told.count("MismatchError: calls differ") == told.count("raised on rank 0") == 2, told

@@ -128,7 +128,7 @@ def test_a_group_has_the_description_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
-def test_simulated_ranks_have_one_wire_whatever_a_group_names(backend: str) -> None:
+def test_simulated_ranks_have_one_backend_whatever_a_group_names(backend: str) -> None:
     def program():
         group = md.new_group(backend=backend)
         x = torch.ones(1)
@@ -146,8 +146,8 @@ def test_a_groups_device_is_connected_as_it_is_made(monkeypatch: pytest.MonkeyPa
 
     def program():
         group = md.new_group(device_id=device)
-        assert connected == []  # the wire for CPU tensors
-        group.open_channel("cuda")
+        assert connected == []  # the backend for CPU tensors
+        group.open_device_group("cuda")
 
     md.simulate(program, 1)
     assert connected == [device]
@@ -199,15 +199,15 @@ REFUSED = [
     (lambda: md.new_group([0, 0]), "names a rank twice"),
     (lambda: md.new_group([0, 9]), "names rank 9, outside the world"),
     (lambda: md.new_group([]), "is empty"),
-    (lambda: md.new_group(5), "sequence of whole numbers"),
-    (lambda: md.new_group([0.5]), "sequence of whole numbers, not [0.5]"),
-    (lambda: md.new_group("01"), "sequence of whole numbers, not '01'"),
+    (lambda: md.new_group(5), "sequence of integers"),
+    (lambda: md.new_group([0.5]), "sequence of integers, not [0.5]"),
+    (lambda: md.new_group("01"), "sequence of integers, not '01'"),
     (lambda: md.new_group(device_id=0), "device_id must be a torch.device"),
     (lambda: md.new_group(device_id=torch.device("cuda")), "device_id=cuda has no index"),
     (lambda: md.new_group(timeout=5), "timeout must be a datetime.timedelta, not 5"),
     (lambda: md.new_group(backend="pigeon"), "'pigeon'"),
     (lambda: md.new_subgroups(3), "subgroups of 3 do not divide a group of 4 ranks"),
-    (lambda: md.new_subgroups(2.0), "group_size must be a whole number"),
+    (lambda: md.new_subgroups(2.0), "group_size must be an integer"),
     (lambda: md.new_subgroups(1, md.GroupMember.NON_GROUP_MEMBER), "not a member of the group"),
     (lambda: md.new_subgroups_by_enumeration([[0, 1], [1, 2]]), "rank 1 is in more than one"),
     (lambda: md.new_subgroups_by_enumeration([]), "the list of subgroups is empty"),
@@ -226,7 +226,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_refused(case: int) -> None:
+def test_rejected(case: int) -> None:
     call, text = REFUSED[case]
 
     def program():
@@ -240,13 +240,13 @@ def test_refused(case: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts CUDA devices where there are some")
 def test_new_subgroups_without_size_or_gpu() -> None:
-    with pytest.raises(ValueError, match="no group_size, and there is no CUDA device to count"):
+    with pytest.raises(ValueError, match="needs group_size because there is no CUDA device"):
         md.simulate(lambda: md.new_subgroups(), 2)
 
 
 def test_members_that_disagree_all_raise() -> None:
     def program():
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             md.new_group([0, 1], sort_ranks=False) if md.get_rank() else md.new_group(
                 [1, 0], sort_ranks=False
             )

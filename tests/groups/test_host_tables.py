@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from meshdist.groups.host_comparison import HeaderTables
+from meshdist.groups.host_comparison import FingerprintTables
 
 
 @pytest.mark.parametrize("junk", [["\0", 1, 2], [1e400, 1, 2], [1, 2], "none", {}])
@@ -17,4 +17,4 @@ def test_an_address_that_no_rank_wrote_leads_nowhere(junk: object) -> None:
     store = HashStore()
     store.set("process/1", json.dumps({"words": junk}))
     world: Any = SimpleNamespace(store=store, hosts=(0, 0), rank=0)
-    assert not HeaderTables(world).reaches((0, 1))
+    assert not FingerprintTables(world).reaches((0, 1))

@@ -17,12 +17,12 @@ import torch
 
 import meshdist as md
 from meshdist.groups.communicators import get_registry
-from meshdist.groups.signals import ask
-from tests.inner import BoundedStore, get_world, read_process
+from meshdist.groups.control_messages import ask
+from tests.inner import TimeoutStore, get_world, read_process
 from tests.load import is_within
 from tests.pool import Failure, Pool, places
 
-WIRES = [("shm", ""), ("gloo", "aabb")]
+BACKENDS = [("shm", ""), ("gloo", "aabb")]
 ENDS = [
     ("shm", "", "killed"),
     ("gloo", "aabb", "killed"),
@@ -44,13 +44,13 @@ def until(is_so: Any, limit_s: float = 30.0) -> None:
 def counting() -> Iterator[list[str]]:
     """Give the names of the threads that ask the store, one for each request."""
     asked: list[str] = []
-    ask_store = BoundedStore.ask
+    ask_store = TimeoutStore.ask
 
-    def count(self: BoundedStore, request: Any) -> Any:
+    def count(self: TimeoutStore, request: Any) -> Any:
         asked.append(threading.current_thread().name)
         return ask_store(self, request)
 
-    with mock.patch.object(BoundedStore, "ask", count):
+    with mock.patch.object(TimeoutStore, "ask", count):
         yield asked
 
 
@@ -67,7 +67,7 @@ def until_settled() -> None:
         md.barrier()
 
 
-@pytest.mark.parametrize(("backend", "hosts"), WIRES)
+@pytest.mark.parametrize(("backend", "hosts"), BACKENDS)
 def test_an_idle_world_asks_the_store_for_nothing(pool: Pool, backend: str, hosts: str) -> None:
     def program() -> tuple[int, int]:
         until_settled()
@@ -156,7 +156,7 @@ import torch
 import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.groups import host_comparison
-from meshdist.groups.signals import ask
+from meshdist.groups.control_messages import ask
 
 for turn in range(4):
     if turn == 3:  # as where the system has no shared words

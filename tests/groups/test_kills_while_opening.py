@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.inner import BoundedStore
+from tests.inner import TimeoutStore
 from tests.load import is_within
 from tests.pool import Failure, Pool
 
@@ -23,32 +23,33 @@ LATE_S = 0.5
 
 def killed_at(request: str, key: str, *, is_done: bool = False) -> None:
     """Let this rank be killed at a request whose key has this part, or once that is answered."""
-    ask: Callable[..., Any] = getattr(BoundedStore, request)
+    ask: Callable[..., Any] = getattr(TimeoutStore, request)
 
-    def ask_or_end(store: BoundedStore, name: Any, *rest: Any) -> Any:
+    def ask_or_end(store: TimeoutStore, name: Any, *rest: Any) -> Any:
         if key in name and is_done:
             ask(store, name, *rest)
         if key in name:
             os.kill(os.getpid(), signal.SIGKILL)
         return ask(store, name, *rest)
 
-    setattr(BoundedStore, request, ask_or_end)
+    setattr(TimeoutStore, request, ask_or_end)
 
 
 def late_to_count() -> None:
     """Let this rank be the last that is counted as having opened the group."""
-    add = BoundedStore.add
+    add = TimeoutStore.add
 
-    def add_late(store: BoundedStore, key: str, amount: int) -> int:
+    def add_late(store: TimeoutStore, key: str, amount: int) -> int:
         if "/opened/" in key:
             time.sleep(LATE_S)
         return add(store, key, amount)
 
-    BoundedStore.add = add_late  # type: ignore[method-assign]
+    TimeoutStore.add = add_late  # type: ignore[method-assign]
 
 
 def told(open_group: Callable[[], Any], *at: Any, is_done: bool = False) -> tuple[str, float]:
-    """The error of opening a group, and of its first verb, and when it came; rank 1 is killed.
+    """The error of opening a group, and of its first collective, and when it came; rank 1 is
+    killed.
 
     The others make a group without it then.
     """
@@ -77,9 +78,9 @@ def in_another_order() -> Any:
     return md.new_group([2, 1, 0], timeout=timedelta(minutes=2))
 
 
-def survivors(pool: Pool, wire: str, *told_at: Any, **more: bool) -> list[str]:
+def survivors(pool: Pool, backend: str, *told_at: Any, **more: bool) -> list[str]:
     """The texts of the two ranks that live on, which have come soon."""
-    found = pool.outcomes(lambda: told(*told_at, **more), 3, backend=wire, timeout_s=60.0)
+    found = pool.outcomes(lambda: told(*told_at, **more), 3, backend=backend, timeout_s=60.0)
     assert isinstance(found[1], Failure)
     texts = []
     for text, seconds in (found[0], found[2]):
@@ -95,11 +96,11 @@ AS_THE_LAST = {
 }
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("when", AS_THE_LAST)
-def test_the_last_to_come_is_killed(pool: Pool, wire: str, when: str) -> None:
-    for text in survivors(pool, wire, of_a_mesh, *AS_THE_LAST[when]):
-        assert text.startswith("all_reduce on axis 'dp' of DeviceMesh(dp=3) failed on wire")
+def test_the_last_to_come_is_killed(pool: Pool, backend: str, when: str) -> None:
+    for text in survivors(pool, backend, of_a_mesh, *AS_THE_LAST[when]):
+        assert text.startswith("all_reduce on axis 'dp' of DeviceMesh(dp=3) failed on backend")
 
 
 CONNECTING = {
@@ -112,11 +113,13 @@ CONNECTING = {
 
 @pytest.mark.parametrize("when", CONNECTING)
 def test_a_rank_is_killed_while_members_connect(pool: Pool, when: str) -> None:
-    wire, request, key, is_done = CONNECTING[when]
-    for text in survivors(pool, wire, in_another_order, request, key, is_done=is_done):
-        opening = f"group of ranks 0-2 could not be opened on wire '{wire}'\n  where:    rank "
+    backend, request, key, is_done = CONNECTING[when]
+    for text in survivors(pool, backend, in_another_order, request, key, is_done=is_done):
+        opening = (
+            f"group of ranks 0-2 could not be opened on backend '{backend}'\n  where:    rank "
+        )
         if "address" not in when:
             assert text.startswith(opening)
-            assert "\n  found:    rank 1 cannot come any more\n" in text
+            assert "\n  found:    rank 1 can no longer join\n" in text
         else:  # Gloo may have failed itself, or have connected others before
-            assert text.startswith((opening, "all_reduce on group of ranks 0-2 failed on wire"))
+            assert text.startswith((opening, "all_reduce on group of ranks 0-2 failed on backend"))

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.errors import ArgumentError
-from meshdist.groups.other_members import WAIT_NOTICE_VARIABLE, LateMembers
+from meshdist.groups.peer_status import WAIT_NOTICE_VARIABLE, LatePeers
 from tests.inner import World
 from tests.pool import Pool
 
@@ -37,7 +37,7 @@ def waits() -> list[str]:
     with logged() as lines:
         x, rank = torch.ones(4), md.get_rank()
         md.all_reduce(x)
-        time.sleep(0.6)  # no rank is in a verb
+        time.sleep(0.6)  # no rank is in a collective
         if rank == 2:
             time.sleep(1.2)
         md.all_reduce(x, async_op=True).wait()
@@ -59,7 +59,8 @@ def test_who_is_late_is_named_once(backend: str, pool: Pool) -> None:
     assert first[0].startswith("meshdist: rank ")
     assert " has waited for 0.3 s in call 2 on the world: all_reduce((4,) float32, SUM)" in first[0]
     assert len(first) == 2
-    assert first[1].startswith("  rank 2: did not arrive; last call 1 on the world: all_reduce(")
+    last = "last call 1 on the world: all_reduce("
+    assert first[1].startswith(f"  rank 2: did not reach this call; {last}")
     second = next(line for line in told if "s in recv" in line).splitlines()
     assert second[0].startswith("meshdist: rank 0 has waited for 0.3 s in recv((4,) float32, from")
     assert second[1].startswith("  rank 1: last call 2 on the world: all_reduce(")
@@ -81,7 +82,7 @@ def test_a_rank_that_is_past_the_call_is_not_late(pool: Pool) -> None:
     told, _, _ = pool.run(gathers, 3, backend="gloo", env={WAIT_NOTICE_VARIABLE: "0.8"})
     (line,) = [line for line in told if "s in call 2 on the world: gather(" in line]
     _, late = line.splitlines()
-    assert late.startswith("  rank 2: did not arrive; last call 1 on the world: barrier()")
+    assert late.startswith("  rank 2: did not reach this call; last call 1 on the world: barrier()")
 
 
 def meant() -> list[tuple[str, int]]:
@@ -101,7 +102,9 @@ def meant() -> list[tuple[str, int]]:
         x = torch.ones(4)
         md.barrier()
         for seconds in (None, 0.7, "as ever"):
-            context = contextlib.nullcontext() if seconds == "as ever" else md.wait_notice(seconds)
+            context = (
+                contextlib.nullcontext() if seconds == "as ever" else md.stall_warning(seconds)
+            )
             moments.append(time.monotonic())
             if md.get_rank() == 1:
                 time.sleep(1.2)
@@ -124,7 +127,7 @@ def test_a_wait_of_no_number_of_seconds() -> None:
     def program() -> list[str]:
         found = []
         for given in ("soon", 0, -1.0, float("inf"), float("nan")):
-            with pytest.raises(ArgumentError) as error, md.wait_notice(given):  # type: ignore[arg-type]
+            with pytest.raises(ArgumentError) as error, md.stall_warning(given):  # type: ignore[arg-type]
                 raise AssertionError
             found.append(str(error.value))
         return found
@@ -137,8 +140,9 @@ def test_a_wait_of_no_number_of_seconds() -> None:
             "after_s is inf",
             "after_s is nan",
         ]
-        expected = "expected: after how many seconds a wait is told of, above 0; None: never"
-        assert all(text.endswith(expected) for text in found)
+        expected = "expected: a number of seconds above 0, or None to turn the warning off"
+        fix = "fix:      pass a number of seconds, for example md.stall_warning(60)"
+        assert all(text.endswith(f"{expected}\n  {fix}") for text in found)
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
@@ -147,5 +151,6 @@ def test_a_wrong_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         md.errors.ArgumentError, match=f"{WAIT_NOTICE_VARIABLE} is {text!r}"
     ) as caught:
-        LateMembers(World(0, 1, HashStore(), {}))
-    assert caught.value.expected == "after how many seconds a wait is told of, as in 30; 0: never"
+        LatePeers(World(0, 1, HashStore(), {}))
+    expected = "a number of seconds, for example 30, or 0 to turn the warning off"
+    assert caught.value.expected == expected

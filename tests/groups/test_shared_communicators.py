@@ -21,7 +21,7 @@ def test_equal_meshes_share_a_communicator() -> None:
     def program() -> list[bool]:
         first, second = make_mesh(), make_mesh()
         groups = [(first[axis].get_group(), second[axis].get_group()) for axis in ("dp", "tp")]
-        opened = [[group.open_channel("cpu").opened for group in pair] for pair in groups]
+        opened = [[group.open_device_group("cpu").opened for group in pair] for pair in groups]
         return [left is right for left, right in opened]
 
     for size in (1, 2):
@@ -33,7 +33,7 @@ def test_a_communicator_that_was_dropped_may_be_shared_again(pool: Pool) -> None
         labels = []
         for _ in range(3):
             mesh: Any = md.DeviceMesh("cpu", [0, 1])
-            labels.append(mesh.get_group().open_channel("cpu").opened.label)
+            labels.append(mesh.get_group().open_device_group("cpu").opened.label)
             del mesh
             gc.collect()
         return labels

@@ -44,10 +44,10 @@ def test_an_ending_is_told_in_words(code: int, exit_code: int, text: str) -> Non
 def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     if request.param == "polled":
 
-        def refuse(pid: int) -> int:
+        def reject(pid: int) -> int:
             raise OSError
 
-        monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+        monkeypatch.setattr(os, "pidfd_open", reject, raising=False)
     launch = Launch()
     yield launch
     launch.stop(())

@@ -24,11 +24,11 @@ def report(line: str) -> bytes:
     [
         f"{md.AbortedError.__module__}.AbortedError: all_reduce on the world was aborted",
         "meshdist.errors.CollectiveTimeoutError: x\n  found:    rank 1 failed first, in all_reduce",
-        "meshdist.errors.BackendError: x\n  found:    rank 1: gives no answer: it has ended or is",
-        "meshdist.errors.BackendError: x\n            ranks 1-2: give no answer: they have ended",
+        "meshdist.errors.BackendError: x\n  found:    rank 1: does not respond: it has exited",
+        "meshdist.errors.BackendError: x\n            ranks 1-2: do not respond: they have exited",
         "meshdist.errors.BackendError: x\n  found:    rank 0 has ended\n  fix:      look at",
         "meshdist.errors.BackendError: x\n  found:    rank 0 ended by ValueError: no data (a.py:3)",
-        "meshdist.errors.StoreError: the process that serves the store has ended",
+        "meshdist.errors.StoreError: the process that hosts the store has ended",
         "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
         "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a",
@@ -46,8 +46,8 @@ def test_a_report_that_quotes_another_rank(line: str) -> None:
     "line",
     [
         "ValueError: rank one is unwell",
-        "meshdist.errors.AgreementError: the members of a group disagree about their call 3",
-        "meshdist.errors.CollectiveTimeoutError: x\n  found:    rank 1: did not arrive; last recv",
+        "meshdist.errors.MismatchError: collective mismatch: ranks made different calls as call 3",
+        "meshdist.errors.CollectiveTimeoutError: x\n  found:    rank 1: did not reach this call",
         "BrokenPipeError: [Errno 32] Broken pipe",
     ],
 )

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from meshdist.launching import streams
+from meshdist.launching import output
 from meshdist.launching.launcher import run_processes
+from meshdist.launching.output import Output
 from meshdist.launching.rank_environment import JobPlace, LaunchError
-from meshdist.launching.streams import Output
 from tests.few_files import room_for
 from tests.inner import MORE_DESCRIPTORS
 
@@ -57,7 +57,7 @@ def test_the_first_failure_is_repeated_last(capfd: pytest.CaptureFixture[str]) -
     assert lines[0] == "I am unwell"
     assert lines[1].startswith("meshdist: rank 1 (pid ")
     assert lines[1].endswith(
-        ") failed with exit code 1; stopped 2 other rank(s) of this host. The end of its stderr:"
+        ") failed with exit code 1; stopped 2 other rank(s) on this host. The end of its stderr:"
     )
     assert lines[2:] == ["I am unwell"]
 
@@ -87,8 +87,8 @@ def test_the_cause_is_shown_though_its_process_ends_after_the_others(
     header, *tail = last.splitlines()
     assert header.startswith("rank 1 (pid ")
     assert header.endswith(
-        ") failed with exit code 1; rank 0 failed after it; rank 2 had ended before, with exit "
-        "code 0; stopped 1 other rank(s) of this host. The end of its stderr:"
+        ") failed with exit code 1; rank 0 failed after it; rank 2 had already exited "
+        "with code 0; stopped 1 other rank(s) on this host. The end of its stderr:"
     )
     assert tail[-1] == "ValueError: I was first"
 
@@ -232,11 +232,11 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
     before, files = children(), Output(tee=3, log_dir=str(tmp_path))
     with room_for(6, num_hard=23):
         assert run_processes([*PYTHON, ""], 5) == 0
-    for output, num_needed in ((Output(), 23), (files, 33)):
+    for to, num_needed in ((Output(), 23), (files, 33)):
         with room_for(num_needed):
-            assert run_processes([*PYTHON, ""], 5, output=output) == 0
+            assert run_processes([*PYTHON, ""], 5, output=to) == 0
         with room_for(num_needed - 1), pytest.raises(LaunchError) as caught:
-            run_processes(SLEEP, 5, output=output)
+            run_processes(SLEEP, 5, output=to)
         summary, fix = str(caught.value).splitlines()
         left = f"{num_needed - 1} more files can be opened of about {num_needed} needed"
         assert summary.startswith(f"cannot start 5 processes: {left}; the limit is ")
@@ -247,7 +247,7 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
 @pytest.mark.parametrize(
     ("arguments", "summary", "where"),
     [
-        ({"command": []}, "there is no command to start", None),
+        ({"command": []}, "no command to start", None),
         ({"nprocs": 0}, "cannot start 0 processes", "-n (nprocs)"),
         ({"place": JobPlace(0)}, "a job cannot run on 0 hosts", "--nnodes"),
         (
@@ -261,10 +261,10 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
             NODE_RANK,
         ),
         ({"place": JobPlace(2)}, "a job on 2 hosts needs the address of host 0", "--master-addr"),
-        ({"place": JobPlace(master_port=65536)}, "65536 is no port", "--master-port"),
+        ({"place": JobPlace(master_port=65536)}, "65536 is not a port", "--master-port"),
     ],
 )
-def test_what_cannot_be_started_is_refused(
+def test_what_cannot_be_started_is_rejected(
     arguments: dict[str, object], summary: str, where: str | None
 ) -> None:
     with pytest.raises(LaunchError) as caught:
@@ -287,9 +287,9 @@ def test_the_launcher_says_where_the_store_can_be_reached(
 
     assert said() == said(1, 0, "localhost") == ""
     two = said(2, 0, "host0")
-    assert "listens on every interface of this host, port 29500, for the others to reach" in two
-    assert "as host0" in two
-    assert "it asks for no password" in two
+    assert "listens on every interface of this host, port 29500 (other hosts connect" in two
+    assert "to host0)" in two
+    assert "there is no password" in two
     assert "listens on 127.0.0.1, port 1234;" in said(2, 0, "127.0.0.1", 1234)
     assert said(2, 1, "host0") == ""
 
@@ -341,12 +341,12 @@ def test_one_mistake_on_ranks_of_a_mesh_is_one_report(capfd: pytest.CaptureFixtu
 TOGETHER = """
 import os, time
 rank = int(os.environ["RANK"])
-def call(verb):
-    raise ValueError(f"the members of a group disagree about their call 1\\n"
-        f"  where:    the world, ranks 0-3; rank {first} saw it before it sent any data\\n"
-        f"            raised on rank {rank}, call 1 on the world: {verb}\\n"
+def call(operation):
+    raise ValueError(f"collective mismatch: ranks made different calls as call 1\\n"
+        f"  where:    the world, ranks 0-3; rank {first} detected it before it sent any data\\n"
+        f"            raised on rank {rank}, call 1 on the world: {operation}\\n"
         "  found:    rank 0: send\\n            ranks 1-3: recv\\n"
-        "  fix:      make every member call the same verbs")
+        "  fix:      call the same collectives in the same order")
 first = 2
 time.sleep(0.2)
 if rank == 0:
@@ -373,14 +373,14 @@ def test_an_error_that_ranks_raise_together_is_one_traceback(
 def test_reports_of_ranks_that_are_long_in_ending_are_one(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "REPORT_S", 0.6)
+    monkeypatch.setattr(output, "REPORT_S", 0.6)
     code = ALIKE.replace("import os", "import atexit, os, sys").replace(
         "0.2", "0.2)\natexit.register(time.sleep, 1.5"
     )
     assert run_processes([*PYTHON, code], 4) == 1
     title, *_, last = capfd.readouterr().err.splitlines()
     assert title == "meshdist: ranks 0-3 reported:"
-    assert "reported the same. Its report stands above." in last
+    assert "reported the same. Its report is above." in last
     code = code.replace("0.2)\n", "0.2)\natexit.register(print, 'Goodbye', file=sys.stderr)\n")
     assert run_processes([*PYTHON, code], 1) == 1
     lines = capfd.readouterr().err.splitlines()
@@ -429,7 +429,7 @@ def test_lines_that_python_writes_in_pieces_are_whole(
 def test_a_traceback_that_much_follows_does_not_hold_it_back(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(streams, "LONGEST_REPORT_S", 0.3)
+    monkeypatch.setattr(output, "LONGEST_REPORT_S", 0.3)
     code = (
         "import sys, time, traceback\n"
         "try: 1 / 0\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshdist.launching.launcher import run_processes
+from meshdist.launching.output import Console, Destination, Output, Stream
 from meshdist.launching.rank_environment import LaunchError
-from meshdist.launching.streams import Console, Destination, Output, Stream
 
 PYTHON = [sys.executable, "-S", "-c"]
 
@@ -28,10 +28,10 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         run_processes([*PYTHON, ""], 2, output=Output(log_dir=place, redirects=3))
     assert str(caught.value).splitlines() == [
-        "the ranks' output cannot be written to files: Not a directory",
+        "cannot write the ranks' output to files: Not a directory",
         f"  where:    --log-dir, {place}",
-        "  expected: a folder in which files can be made",
-        "  fix:      name another --log-dir",
+        "  expected: a writable folder",
+        "  fix:      pass another --log-dir",
     ]
 
 
@@ -63,4 +63,4 @@ def test_a_full_disk_does_not_end_the_job(capsys: pytest.CaptureFixture[str]) ->
             assert stream.read()
     out, err = capsys.readouterr()
     assert out == "one\ntwo\n"
-    assert err == "meshdist: no more is written to /dev/full: No space left on device\n"
+    assert err == "meshdist: stopped writing to /dev/full: No space left on device\n"

@@ -109,7 +109,7 @@ def test_other_launchers_are_believed_only_where_their_processes_are_the_ranks(
 # -- the port -----------------------------------------------------------------------------------
 
 
-def is_refused(port: int) -> bool:
+def is_rejected(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) != 0
 
@@ -119,11 +119,11 @@ def test_a_reserved_port_does_not_listen_until_rank_0_does() -> None:
     try:
         assert reservation.address == "127.0.0.1"
         assert reservation.listener.getsockname() == ("127.0.0.1", reservation.port)
-        assert is_refused(reservation.port)
+        assert is_rejected(reservation.port)
         reservation.listener.listen()
-        assert not is_refused(reservation.port)
+        assert not is_rejected(reservation.port)
         reservation.listener.close()
-        assert is_refused(reservation.port)
+        assert is_rejected(reservation.port)
     finally:
         reservation.close()
 
@@ -136,14 +136,14 @@ def test_a_plain_torch_program_can_bind_the_reserved_port_on_every_interface() -
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.bind(("0.0.0.0", reservation.port))
             other.listen()
-            assert not is_refused(reservation.port)
+            assert not is_rejected(reservation.port)
         with socket.socket() as careless, pytest.raises(OSError, match="in use"):
             careless.bind(("127.0.0.1", reservation.port))
     finally:
         reservation.close()
 
 
-def test_a_port_that_is_taken_is_refused() -> None:
+def test_a_port_that_is_taken_is_rejected() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -156,18 +156,18 @@ def test_a_port_that_is_taken_is_refused() -> None:
     assert [line.split()[0] for line in lines[1:]] == ["where:", "expected:", "fix:"]
 
 
-def test_an_address_of_another_host_is_refused() -> None:
+def test_an_address_of_another_host_is_rejected() -> None:
     with pytest.raises(LaunchError, match=r"cannot listen on 192.0.2.1, port \d+: Cannot assign"):
         reserve_port("192.0.2.1")
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a..b", "\udcff"])
-def test_what_is_no_name_of_a_host_is_refused(name: str) -> None:
+def test_what_is_no_name_of_a_host_is_rejected(name: str) -> None:
     with pytest.raises(LaunchError, match="rank 0 cannot listen on "):
         reserve_port(name)
 
 
-def test_a_name_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_without_an_address_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_nothing(*args: object, **kwargs: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 

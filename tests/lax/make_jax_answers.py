@@ -1,4 +1,4 @@
-"""Asks JAX what the verbs of ``meshdist.lax`` share with it: values, kinds and gradients.
+"""Asks JAX what the collectives of ``meshdist.lax`` share with it: values, kinds and gradients.
 
     pip install jax==0.10.2        # into an environment of its own
     python tests/lax/make_jax_answers.py > tests/lax/jax_answers.json
@@ -26,7 +26,7 @@ AXES = ("i", "j")
 
 
 def case(
-    verb: str,
+    operation: str,
     source: str,
     shape: tuple[int, ...] = (4, 8),
     *,
@@ -35,9 +35,10 @@ def case(
     differentiable: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """One call: of which verb, on a value of which kind along ``axis``, with what arguments."""
+    """One call: of which collective, on a value of which kind along ``axis``, with what
+    arguments."""
     return {
-        "verb": verb,
+        "operation": operation,
         "source": source,
         "shape": shape,
         "axis": axis,
@@ -48,7 +49,7 @@ def case(
 
 
 def named(one: dict[str, Any]) -> str:
-    words = [one["verb"], one["source"], *("".join(one["axis"]),)]
+    words = [one["operation"], one["source"], *("".join(one["axis"]),)]
     words += [str(argument) for argument in one["arguments"]]
     words += [f"{name}={value}" for name, value in one["options"].items()]
     return " ".join(words)
@@ -109,22 +110,22 @@ LINE = [DIGITS[start : start + 4] for start in (0, 4, 8, 12)]
 SQUARE = [ROWS[i : i + 2, j : j + 2].tolist() for i in (0, 2) for j in (0, 2)]
 SHIFT = [[place, (place + 1) % 4] for place in range(4)]
 TUTORIAL: dict[str, dict[str, Any]] = {
-    "f1": {"blocks": LINE, "axis": BOTH, "verb": "psum"},
-    "f2": {"blocks": SQUARE, "axis": "i", "verb": "psum"},
-    "f3": {"blocks": SQUARE, "axis": BOTH, "verb": "psum"},
-    "f4": {"blocks": [[3], [9], [5], [2]], "axis": BOTH, "verb": "all_gather", "tiled": True},
-    "f5": {"blocks": [[3], [9], [5], [2]], "axis": BOTH, "verb": "all_gather", "tiled": False},
-    "f6": {"blocks": LINE, "axis": BOTH, "verb": "psum_scatter", "tiled": True},
+    "f1": {"blocks": LINE, "axis": BOTH, "operation": "psum"},
+    "f2": {"blocks": SQUARE, "axis": "i", "operation": "psum"},
+    "f3": {"blocks": SQUARE, "axis": BOTH, "operation": "psum"},
+    "f4": {"blocks": [[3], [9], [5], [2]], "axis": BOTH, "operation": "all_gather", "tiled": True},
+    "f5": {"blocks": [[3], [9], [5], [2]], "axis": BOTH, "operation": "all_gather", "tiled": False},
+    "f6": {"blocks": LINE, "axis": BOTH, "operation": "psum_scatter", "tiled": True},
     "f7": {
         "blocks": [[0, 1], [2, 3], [4, 5], [6, 7]],
         "axis": BOTH,
-        "verb": "ppermute",
+        "operation": "ppermute",
         "perm": SHIFT,
     },
     "f8": {
         "blocks": LINE,
         "axis": BOTH,
-        "verb": "all_to_all",
+        "operation": "all_to_all",
         "split_axis": 0,
         "concat_axis": 0,
         "tiled": True,
@@ -148,7 +149,7 @@ SIZES = (2, 2)  # of the mesh, axes i and j
 
 
 def numbers(kind: str, shape: tuple[int, ...], axis: str | tuple[str, ...], seed: int) -> Any:
-    """Whole numbers by rank: equal along ``axis`` where the kind says so."""
+    """Integers by rank: equal along ``axis`` where the kind says so."""
     found = []
     for i, j in np.ndindex(SIZES):
         places = {"i": i, "j": j}
@@ -160,7 +161,7 @@ def numbers(kind: str, shape: tuple[int, ...], axis: str | tuple[str, ...], seed
 
 
 def keywords(one: dict[str, Any]) -> dict[str, Any]:
-    """The verb's own keywords; ``axis`` is the name of two things in ``all_gather``."""
+    """The collective's own keywords; ``axis`` is the name of two things in ``all_gather``."""
     return {name.rstrip("_"): value for name, value in one["options"].items()}
 
 
@@ -223,7 +224,7 @@ def main() -> None:
         kinds: dict[str, Any] = {}
 
         def call(x: Any) -> Any:
-            return getattr(lax, one["verb"])(x, names, *one["arguments"], **keywords(one))
+            return getattr(lax, one["operation"])(x, names, *one["arguments"], **keywords(one))
 
         def body(xs: Any, ys: Any) -> Any:
             x = made(one["source"], xs[0], names)
@@ -249,10 +250,10 @@ def main() -> None:
         return {**kinds, **dict(zip(("value", "gradient"), found, strict=False))}
 
     def tutorial(one: dict[str, Any]) -> Any:
-        options = {k: v for k, v in one.items() if k not in ("blocks", "axis", "verb")}
+        options = {k: v for k, v in one.items() if k not in ("blocks", "axis", "operation")}
 
         def body(xs: Any) -> Any:
-            return shown(getattr(lax, one["verb"])(xs[0], one["axis"], **options))
+            return shown(getattr(lax, one["operation"])(xs[0], one["axis"], **options))
 
         return on_ranks(body, np.array(one["blocks"]))
 

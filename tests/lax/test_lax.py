@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     DtypeError,
     KindError,
     MeshError,
+    MismatchError,
     NotInGroupError,
     ShapeError,
 )
@@ -43,15 +43,15 @@ def in_mesh(body: Callable[..., Any], shape: tuple[int, ...] = (2, 2), *args: An
 
 
 def refusal(kind: type[Exception], body: Callable[[int], Any]) -> str:
-    """The text with which every rank refuses, nothing having been sent."""
+    """The text with which every rank rejects, nothing having been sent."""
 
-    def refused(rank: int) -> str:
+    def rejected(rank: int) -> str:
         with pytest.raises(kind) as caught:
             body(rank)
         assert type(caught.value) is kind
         return str(caught.value)
 
-    (text,) = set(in_mesh(refused))
+    (text,) = set(in_mesh(rejected))
     return text
 
 
@@ -128,7 +128,7 @@ def test_an_axis_of_size_one_is_an_ordinary_axis() -> None:
     assert in_mesh(body, (1, 2)) == [([3, 3], [3, 3], 0, 1)] * 2
 
 
-# What each verb takes beside x and the axis; made for x of two rows on two ranks.
+# What each collective takes beside x and the axis; made for x of two rows on two ranks.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "psum": {},
     "pmean": {},
@@ -147,47 +147,47 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 RAGGED = ([0, 1], [0, 0], [0, 0], [0, 0])  # slices without rows: equal on every rank
 
 
-def called(verb: str, axis: Any, **options: Any) -> Any:
-    """A call of any verb, on what is fit for it."""
-    if verb in ("axis_index", "axis_size"):
-        return getattr(lax, verb)(axis, **options)
+def called(operation: str, axis: Any, **options: Any) -> Any:
+    """A call of any collective, on what is fit for it."""
+    if operation in ("axis_index", "axis_size"):
+        return getattr(lax, operation)(axis, **options)
     x = torch.ones(2, 3)
-    if verb == "ragged_all_to_all":
+    if operation == "ragged_all_to_all":
         return lax.ragged_all_to_all(x, x, *RAGGED, axis_name=axis, **options)
-    return getattr(lax, verb)(x, axis, **ARGUMENTS[verb], **options)
+    return getattr(lax, operation)(x, axis, **ARGUMENTS[operation], **options)
 
 
-VERBS = [*ARGUMENTS, "ragged_all_to_all", "axis_index", "axis_size"]
+OPERATIONS = [*ARGUMENTS, "ragged_all_to_all", "axis_index", "axis_size"]
 OVER_NO_AXES = ["psum", "pmean", "pmax", "pmin", "pvary", "pcast", "axis_index", "axis_size"]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_without_a_mesh_both_ways_to_name_one_are_told(verb: str) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_without_a_mesh_both_ways_to_name_one_are_told(operation: str) -> None:
     with pytest.raises(MeshError) as caught:
-        called(verb, "tp")
+        called(operation, "tp")
     assert str(caught.value) == (
-        f"{verb} over axis 'tp': no mesh is in force\n"
-        "  expected: a mesh whose axes are named\n"
-        f"  fix:      call it inside `with mesh:`, or name the mesh: {verb}(..., mesh=mesh)"
+        f"{operation} over axis 'tp': there is no current mesh\n"
+        "  expected: a mesh with named axes\n"
+        f"  fix:      call it inside `with mesh:`, or pass the mesh: {operation}(..., mesh=mesh)"
     )
 
 
 @pytest.mark.parametrize(
-    ("verb", "axis", "summary"),
+    ("operation", "axis", "summary"),
     [
-        (verb, axis, summary)
+        (operation, axis, summary)
         for axis, summary in (
             ("mp", "no axis 'mp' in the mesh"),
             (("dp", "mp"), "no axis 'mp' in the mesh"),
-            (("tp", "tp"), "an axis is named twice"),
-            ((), "no axes named"),
+            (("tp", "tp"), "an axis is given twice"),
+            ((), "no axes given"),
         )
-        for verb in VERBS
-        if axis or verb not in OVER_NO_AXES
+        for operation in OPERATIONS
+        if axis or operation not in OVER_NO_AXES
     ],
 )
-def test_axes_that_the_mesh_has_not(verb: str, axis: Any, summary: str) -> None:
-    text = refusal(AxisError, lambda rank: called(verb, axis))
+def test_axes_that_the_mesh_has_not(operation: str, axis: Any, summary: str) -> None:
+    text = refusal(AxisError, lambda rank: called(operation, axis))
     assert text.startswith(summary + "\n  where:    mesh (dp=2, tp=2)\n")
     if "no axis" in summary:
         assert "\n  expected: one of 'dp', 'tp'" in text
@@ -196,9 +196,10 @@ def test_axes_that_the_mesh_has_not(verb: str, axis: Any, summary: str) -> None:
 @pytest.mark.parametrize("axis", [0, None, {"dp"}, ("dp", 1), ["dp", 1]])
 def test_an_axis_is_named(axis: Any) -> None:
     assert refusal(KindError, lambda rank: lax.psum(torch.ones(1), axis)) == (
-        f"psum cannot take {axis!r} as axis_name\n"
+        f"psum cannot use {axis!r} as axis_name\n"
         "  expected: the name of an axis, a tuple of names, or a 1-D mesh\n"
-        f"  found:    {type(axis).__name__}"
+        f"  found:    {type(axis).__name__}\n"
+        "  fix:      pass for example axis_name='tp', or mesh['tp']"
     )
 
 
@@ -207,9 +208,9 @@ def test_a_rank_outside_the_mesh_is_told_so() -> None:
         with md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)):
             if md.get_rank() < 2:
                 return lax.psum(torch.ones(()), "tp").item()
-            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+            with pytest.raises(NotInGroupError, match="does not contain this rank"):
                 lax.axis_index("tp")
-            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+            with pytest.raises(NotInGroupError, match="does not contain this rank"):
                 lax.psum(torch.ones(()), "tp")
             return lax.axis_size("tp")
 
@@ -217,13 +218,13 @@ def test_a_rank_outside_the_mesh_is_told_so() -> None:
 
 
 GROUPED = [
-    verb
-    for verb in VERBS
-    if "axis_index_groups" in inspect.signature(getattr(lax, verb)).parameters
+    operation
+    for operation in OPERATIONS
+    if "axis_index_groups" in inspect.signature(getattr(lax, operation)).parameters
 ]
 
 
-@pytest.mark.parametrize("verb", GROUPED)
+@pytest.mark.parametrize("operation", GROUPED)
 @pytest.mark.parametrize(
     ("axis", "fix"),
     [
@@ -231,13 +232,13 @@ GROUPED = [
         (("dp", "tp"), "mesh = mesh.flatten(('dp', 'tp')).unflatten('dp_tp', (2, -1), "),
     ],
 )
-def test_parts_of_an_axis_are_axes(verb: str, axis: Any, fix: str) -> None:
-    body = lambda rank: called(verb, axis, axis_index_groups=[[0], [1]])  # noqa: E731
+def test_parts_of_an_axis_are_axes(operation: str, axis: Any, fix: str) -> None:
+    body = lambda rank: called(operation, axis, axis_index_groups=[[0], [1]])  # noqa: E731
     assert refusal(KindError, body) == (
-        f"{verb} takes no axis_index_groups\n"
+        f"{operation} does not support axis_index_groups\n"
         "  expected: None\n"
         "  found:    [[0], [1]]\n"
-        f"  fix:      split the axis: {fix}('outer', 'inner')), then name 'inner' for groups of "
+        f"  fix:      split the axis: {fix}('outer', 'inner')), then pass 'inner' for groups of "
         "neighbors, or 'outer' for groups with strides"
     )
 
@@ -262,10 +263,12 @@ def test_axes_in_a_list_are_those_of_a_tuple() -> None:
 
 
 @pytest.mark.parametrize("no_axes", [(), []])
-@pytest.mark.parametrize("verb", OVER_NO_AXES[:6])
-def test_over_no_axes_a_reduction_returns_a_copy_of_its_argument(verb: str, no_axes: Any) -> None:
+@pytest.mark.parametrize("operation", OVER_NO_AXES[:6])
+def test_over_no_axes_a_reduction_returns_a_copy_of_its_argument(
+    operation: str, no_axes: Any
+) -> None:
     def call(x: Any) -> Any:
-        return getattr(lax, verb)(x, no_axes, **ARGUMENTS[verb])
+        return getattr(lax, operation)(x, no_axes, **ARGUMENTS[operation])
 
     x = torch.tensor([1.0, -2.0], requires_grad=True)
     y = call(x)  # no mesh is needed
@@ -274,7 +277,7 @@ def test_over_no_axes_a_reduction_returns_a_copy_of_its_argument(verb: str, no_a
     assert x.grad is not None and x.grad.tolist() == [2.0, -4.0]
     assert y.data_ptr() != x.data_ptr()
     tree = call({"a": np.array([1, 2]), "b": (torch.tensor([True]), 3)})
-    dtypes = (np.float32, torch.float32, float) if verb == "pmean" else (int, torch.bool, int)
+    dtypes = (np.float32, torch.float32, float) if operation == "pmean" else (int, torch.bool, int)
     assert tree["a"].tolist() == [1, 2] and tree["a"].dtype == dtypes[0]
     assert tree["b"][0].tolist() == [True] and tree["b"][0].dtype == dtypes[1]
     assert tree["b"][1] == 3 and type(tree["b"][1]) is dtypes[2]
@@ -303,13 +306,13 @@ def test_the_advice_of_that_error_mends_it() -> None:
     assert in_mesh(body, (4,)) == [[11, 101], [11, 1010], [1100, 101], [1100, 1010]]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_an_axis_may_be_a_mesh_of_its_own(verb: str) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_axis_may_be_a_mesh_of_its_own(operation: str) -> None:
     def body(rank: int) -> Any:
         mesh = md.get_current_mesh()
         flat = mesh.flatten(("dp", "tp"), "all")["all"]
         assert lax.axis_size(flat) == 4 and lax.axis_index(flat) == rank
-        named, given = called(verb, "dp"), called(verb, mesh["dp"])
+        named, given = called(operation, "dp"), called(operation, mesh["dp"])
         return torch.equal(torch.as_tensor(named), torch.as_tensor(given))
 
     assert in_mesh(body) == [True] * 4
@@ -317,10 +320,13 @@ def test_an_axis_may_be_a_mesh_of_its_own(verb: str) -> None:
 
 def test_a_mesh_of_several_axes_is_no_axis() -> None:
     text = refusal(MeshError, lambda rank: lax.psum(torch.ones(1), md.get_current_mesh()))
-    assert text.startswith("psum over a mesh of 2 axes\n  expected: one axis, such as mesh['tp']\n")
+    assert text.startswith(
+        "psum cannot use a mesh of 2 axes as axis_name\n  expected: one axis, such as mesh['tp']\n"
+    )
     assert "\n  found:    axis_name=DeviceMesh(" in text
     assert text.endswith(
-        "\n  fix:      name the axes: axis_name=('dp', 'tp'), mesh=mesh; or flatten the mesh"
+        "\n  fix:      pass the names of its axes, axis_name=('dp', 'tp'), mesh=mesh; or "
+        "flatten the mesh"
     )
 
 
@@ -330,9 +336,9 @@ def test_an_axis_that_is_a_mesh_needs_no_other() -> None:
         with pytest.raises(ArgumentError) as caught:
             lax.psum(torch.ones(1), mesh["tp"], mesh=mesh)
         assert str(caught.value) == (
-            "psum has a mesh as axis_name, and another as mesh\n"
+            "psum got a mesh as axis_name, and another as mesh\n"
             f"  found:    axis_name={mesh['tp']!r}, mesh={mesh!r}\n"
-            "  fix:      leave mesh out, or give the name of an axis of it"
+            "  fix:      omit mesh, or pass the name of one of its axes"
         )
 
     in_mesh(body)
@@ -364,15 +370,15 @@ def test_pytrees_keep_their_form() -> None:
         assert (int(x["b"][0]), x["b"][1][0].tolist()) == (rank, [rank, 1])
 
 
-@pytest.mark.parametrize("verb", [lax.psum, lax.pmean, lax.pvary])
-def test_trees_carry_gradients(verb: Any) -> None:
+@pytest.mark.parametrize("operation", [lax.psum, lax.pmean, lax.pvary])
+def test_trees_carry_gradients(operation: Any) -> None:
     def body(rank: int) -> Any:
         x = {name: torch.ones(2, requires_grad=True) for name in "ab"}
-        y = verb(x, "tp")
+        y = operation(x, "tp")
         (y["a"] * 2 + y["b"] * 3).sum().backward()
         return x["a"].grad.tolist(), x["b"].grad.tolist()
 
-    factor = {lax.psum: 1.0, lax.pmean: 0.5, lax.pvary: 2.0}[verb]
+    factor = {lax.psum: 1.0, lax.pmean: 0.5, lax.pvary: 2.0}[operation]
     assert in_mesh(body) == [([2 * factor] * 2, [3 * factor] * 2)] * 4
 
 
@@ -452,14 +458,14 @@ def test_numbers_travel_in_typed_contexts_transforms_and_uneven_loops() -> None:
         assert found == (6, [whole] * 2, [*last, 5, -5, 2, 3, -5, 2])
 
 
-def test_numbers_that_do_not_travel_are_refused_before_anything_is_sent() -> None:
+def test_numbers_that_do_not_travel_are_rejected_before_anything_is_sent() -> None:
     assert refusal(ArgumentError, lambda rank: lax.psum([1.0, 1 << 62], "tp")) == (
-        "psum cannot take 4611686018427387904 as x[1]: whole numbers travel in 64 bits\n"
+        "psum cannot send 4611686018427387904 as x[1] because integers have 64 bits\n"
         "  where:    axis 'tp' of DeviceMesh(dp=2, tp=2)\n"
-        "  expected: a number that fits, as must the sum over all ranks in psum\n"
+        "  expected: an integer of 64 bits, also for the sum over all ranks in psum\n"
         "  fix:      pass a float: x[1] = float(x[1])"
     )
-    assert "pmean cannot take" in refusal(ArgumentError, lambda rank: lax.pmean(1 << 63, "tp"))
+    assert "pmean cannot send" in refusal(ArgumentError, lambda rank: lax.pmean(1 << 63, "tp"))
     assert "complex" in refusal(DtypeError, lambda rank: lax.pmax([1.0, 1j], "tp"))
 
     def body(rank: int) -> Any:  # as the error says; one bit less fits
@@ -471,7 +477,7 @@ def test_numbers_that_do_not_travel_are_refused_before_anything_is_sent() -> Non
 
 def test_numbers_of_different_kinds_are_told() -> None:
     def body(rank: int) -> str:
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             lax.psum(0.5 if rank else 0, "tp")
         return str(caught.value)
 
@@ -485,7 +491,7 @@ def test_numpy_arrays_come_back_as_numpy_and_stay_as_they_were() -> None:
         x = np.arange(3, dtype=np.float32) + rank
         x.flags.writeable = False
         before = x.copy()
-        results = [verb(x, "tp") for verb in (lax.psum, lax.pmean, lax.pvary)]
+        results = [operation(x, "tp") for operation in (lax.psum, lax.pmean, lax.pvary)]
         assert (x == before).all()
         assert not any(np.shares_memory(result, x) for result in results)
         results[2][0] = 100  # writable, whatever x was
@@ -520,14 +526,14 @@ def test_integers_have_a_mean() -> None:
     assert (mean.dtype, mean.tolist()) == (torch.float32, [0.5, 3.0])
 
 
-@pytest.mark.parametrize("verb", ARGUMENTS)
-def test_every_verb_takes_trees_of_every_library(verb: str) -> None:
+@pytest.mark.parametrize("operation", ARGUMENTS)
+def test_every_collective_takes_trees_of_every_library(operation: str) -> None:
     def body(rank: int) -> Any:
         x = torch.arange(6.0).view(2, 3) + rank
         x.requires_grad_()
         array = x.detach().numpy().copy()
         array.flags.writeable = False
-        apply = partial(getattr(lax, verb), axis_name="tp", **ARGUMENTS[verb])
+        apply = partial(getattr(lax, operation), axis_name="tp", **ARGUMENTS[operation])
         alone = apply(x)
         tree = apply({"t": x, "n": [array]})
         (tree["t"] * alone.detach()).sum().backward()
@@ -544,18 +550,18 @@ def test_every_verb_takes_trees_of_every_library(verb: str) -> None:
 NO_NUMBERS = ["all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle", "pswapaxes"]
 
 
-@pytest.mark.parametrize("verb", NO_NUMBERS)
-def test_a_number_is_refused_where_the_result_is_no_number(verb: str) -> None:
-    body = lambda rank: getattr(lax, verb)([1.5], "tp", **ARGUMENTS[verb])  # noqa: E731
+@pytest.mark.parametrize("operation", NO_NUMBERS)
+def test_a_number_is_rejected_where_the_result_is_no_number(operation: str) -> None:
+    body = lambda rank: getattr(lax, operation)([1.5], "tp", **ARGUMENTS[operation])  # noqa: E731
     assert refusal(KindError, body) == (
-        f"{verb} cannot take a float as x[0]\n"
+        f"{operation} cannot take a float as x[0]\n"
         "  expected: a torch tensor, or an array of NumPy or CuPy\n"
-        "  fix:      make an array of it first: x[0] = torch.tensor(x[0])"
+        "  fix:      convert it to a tensor: x[0] = torch.tensor(x[0])"
     )
 
 
 @pytest.mark.parametrize(
-    ("verb", "wrong", "error"),
+    ("operation", "wrong", "error"),
     [
         ("psum_scatter", torch.ones(3), ShapeError),
         ("all_gather", torch.tensor(1.0), ShapeError),
@@ -565,15 +571,15 @@ def test_a_number_is_refused_where_the_result_is_no_number(verb: str) -> None:
         ("pmin", torch.ones(2) * 1j, DtypeError),
     ],
 )
-def test_a_leaf_that_does_not_fit_is_refused_before_any_is_sent(
-    verb: str, wrong: torch.Tensor, error: type[Exception]
+def test_a_leaf_that_does_not_fit_is_rejected_before_any_is_sent(
+    operation: str, wrong: torch.Tensor, error: type[Exception]
 ) -> None:
-    options = {"axis": 0, "tiled": True} if verb == "all_gather" else ARGUMENTS[verb]
+    options = {"axis": 0, "tiled": True} if operation == "all_gather" else ARGUMENTS[operation]
 
     def alone(rank: int) -> None:
         if rank == 1:
             with pytest.raises(error):
-                getattr(lax, verb)([torch.ones(2, 2), wrong], "tp", **options)
+                getattr(lax, operation)([torch.ones(2, 2), wrong], "tp", **options)
 
     in_mesh(alone)
 
@@ -655,11 +661,11 @@ SIGNATURES = {  # JAX 0.10.2's, and mesh
 }
 
 
-@pytest.mark.parametrize("verb", lax.__all__)
-def test_signatures(verb: str) -> None:
-    shown = inspect.signature(getattr(lax, verb))
+@pytest.mark.parametrize("operation", lax.__all__)
+def test_signatures(operation: str) -> None:
+    shown = inspect.signature(getattr(lax, operation))
     parameters = [p.replace(annotation=p.empty) for p in shown.parameters.values()]
-    assert f"({SIGNATURES[verb]}, mesh=None)" == str(inspect.Signature(parameters))
+    assert f"({SIGNATURES[operation]}, mesh=None)" == str(inspect.Signature(parameters))
 
 
 def test_the_module_offers_its_public_names_alone() -> None:
@@ -668,7 +674,11 @@ def test_the_module_offers_its_public_names_alone() -> None:
     rooms = {name for name, value in vars(lax).items() if isinstance(value, ModuleType)}
     names = {name for name in vars(lax) if name.isidentifier() and not name.startswith("__")}
     assert names - rooms == set(lax.__all__)
-    assert rooms - {"asserting"} == {"axes", "reducing", "moving"}  # loaded by md.assert_equal
+    assert rooms - {"equality_checks"} == {
+        "axes",
+        "reductions",
+        "data_movement",
+    }  # loaded by md.assert_equal
 
 
 # -- a model split over tp ----------------------------------------------------------------------
@@ -759,9 +769,9 @@ def test_column_then_row_parallel_equals_the_whole(
 
 
 def test_without_pvary_a_rank_has_its_own_part_of_the_gradient_alone() -> None:
-    def body(rank: int, verb: Any) -> Any:
+    def body(rank: int, operation: Any) -> Any:
         x = torch.ones(2, requires_grad=True)
-        lax.psum(verb(x) * (rank + 1), "tp").sum().backward()
+        lax.psum(operation(x) * (rank + 1), "tp").sum().backward()
         return x.grad.tolist()
 
     # The derivative of (1 + 2) * sum(x) is 3.

@@ -20,8 +20,8 @@ import torch
 import meshdist as md
 from meshdist import lax
 from meshdist.annotations.axis_types import GRADIENT_KINDS, KINDS, find_result_kind
-from tests.functional.verb_cases import groups_of
-from tests.inner import reducing
+from tests.functional.operation_cases import groups_of
+from tests.inner import reductions
 from tests.lax.make_jax_answers import CASES, SIZES, TUTORIAL, keywords, named, numbers
 
 SCRIPT = Path(__file__).with_name("make_jax_answers.py")
@@ -50,18 +50,18 @@ def as_jax_shows(found: list[np.ndarray], kind: str, axis: Any) -> np.ndarray:
 
 
 def call(one: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
-    if one["verb"] == "pcast":  # the kind of a tensor is not written on it
+    if one["operation"] == "pcast":  # the kind of a tensor is not written on it
         group = md.get_current_mesh()[tuple(one["axis"])].open_group()
-        return reducing.pcast(x, group, **one["options"], source=KINDS[one["source"]])
-    verb = getattr(lax, one["verb"])
-    result: torch.Tensor = verb(x, one["axis"], *one["arguments"], **keywords(one))
+        return reductions.pcast(x, group, **one["options"], source=KINDS[one["source"]])
+    operation = getattr(lax, one["operation"])
+    result: torch.Tensor = operation(x, one["axis"], *one["arguments"], **keywords(one))
     return result
 
 
 @pytest.mark.parametrize("one", CASES, ids=named)
 def test_values_kinds_and_gradients(one: dict[str, Any]) -> None:
     told = TABLE["cases"][named(one)]
-    kind = find_result_kind(one["verb"], one["source"], one["options"].get("to"))
+    kind = find_result_kind(one["operation"], one["source"], one["options"].get("to"))
     assert kind == told["kind"]
     xs = numbers(one["source"], one["shape"], one["axis"], 1)
 
@@ -84,7 +84,7 @@ def test_values_kinds_and_gradients(one: dict[str, Any]) -> None:
 
 def test_the_table_answers_every_case_and_says_what_is_missing() -> None:
     assert list(TABLE["cases"]) == [named(one) for one in CASES]
-    asked = {one["verb"] for one in CASES}
+    asked = {one["operation"] for one in CASES}
     missing = {"pbroadcast", "ragged_all_to_all"}
     assert missing <= set(TABLE["missing"])
     assert asked | missing | {"pvary", "axis_index", "axis_size"} == set(lax.__all__)
@@ -108,8 +108,10 @@ PRINTED: dict[str, list[list[Any]]] = {
 @pytest.mark.parametrize("name", TUTORIAL)
 def test_numbers_of_the_tutorial(name: str) -> None:
     one = dict(TUTORIAL[name])
-    blocks, axis, verb = one.pop("blocks"), one.pop("axis"), one.pop("verb")
-    found = on_mesh(lambda rank: getattr(lax, verb)(np.array(blocks[rank]), axis, **one).tolist())
+    blocks, axis, operation = one.pop("blocks"), one.pop("axis"), one.pop("operation")
+    found = on_mesh(
+        lambda rank: getattr(lax, operation)(np.array(blocks[rank]), axis, **one).tolist()
+    )
     assert found == PRINTED[name] == TABLE["tutorial"][name]
 
 

@@ -50,7 +50,7 @@ def test_torchs_form_a_name_options_or_both() -> None:
         ({"tp": md.AxisOptions(backend="pigeon")}, None, md.BackendError, "'pigeon'"),
     ],
 )
-def test_refused(axis_options, override, kind, text) -> None:
+def test_rejected(axis_options, override, kind, text) -> None:
     with pytest.raises(kind) as caught:
         options_of_axes(LAYOUT, axis_options, override, None)
     assert text in str(caught.value)
@@ -61,7 +61,7 @@ def test_a_timeout_is_a_timedelta() -> None:
         md.AxisOptions(timeout=5)
 
 
-def test_a_mesh_tells_the_wire_that_an_axis_was_asked_to_take() -> None:
+def test_a_mesh_tells_the_backend_that_an_axis_was_asked_to_take() -> None:
     def program():
         mesh = md.init_device_mesh(
             "cpu",
@@ -69,6 +69,6 @@ def test_a_mesh_tells_the_wire_that_an_axis_was_asked_to_take() -> None:
             mesh_dim_names=("dp", "tp"),
             axis_options={"tp": md.AxisOptions(backend="gloo")},
         )
-        return mesh.wire_of("dp"), mesh.wire_of("tp"), mesh.wire_of(-1)
+        return mesh.backend_of("dp"), mesh.backend_of("tp"), mesh.backend_of(-1)
 
     assert md.simulate(program, 2) == [("simulated", "gloo", "gloo")] * 2

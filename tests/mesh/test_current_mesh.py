@@ -15,7 +15,7 @@ from meshdist.errors import AxisError
 
 def test_the_mesh_in_force() -> None:
     def program():
-        with pytest.raises(md.MeshError, match="no mesh is in force"):
+        with pytest.raises(md.MeshError, match="there is no current mesh"):
             md.get_current_mesh()
         outer = md.init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
         inner = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("b", "c"))
@@ -23,7 +23,7 @@ def test_the_mesh_in_force() -> None:
             with inner:
                 assert md.get_current_mesh() is inner
             assert md.get_current_mesh() is outer
-        with pytest.raises(md.MeshError, match="no mesh is in force"):
+        with pytest.raises(md.MeshError, match="there is no current mesh"):
             md.get_current_mesh()
 
     assert md.simulate(program, 2) == [None, None]
@@ -74,9 +74,9 @@ def test_a_hidden_mesh_that_has_the_axis_is_named(name: str) -> None:
 
     for hidden, given, alone in md.simulate(program, 2):
         assert hidden.splitlines()[-2:] == [
-            "  found:    an outer `with mesh:` is of DeviceMesh(tp=1, ep=2), which has 'ep'; "
-            "the innermost one hides it",
-            f"  fix:      name the mesh that is meant: {fix}",
+            "  found:    an outer `with mesh:` of DeviceMesh(tp=1, ep=2), which has axis 'ep', "
+            "hidden by the innermost `with mesh:`",
+            f"  fix:      pass the mesh: {fix}",
         ]
         for text in (given, alone):
             assert "hides" not in text and "did you mean" not in text

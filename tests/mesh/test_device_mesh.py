@@ -1,4 +1,4 @@
-"""DeviceMesh on simulated ranks, against short loops over coordinates; and what it refuses."""
+"""DeviceMesh on simulated ranks, against short loops over coordinates; and what it rejects."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_overlapping_factorisations_share_equal_communicators() -> None:
         one = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         two = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
         shared = (
-            one.get_group("tp").open_channel("cpu").communicator
-            is two.get_group("etp").open_channel("cpu").communicator
+            one.get_group("tp").open_device_group("cpu").communicator
+            is two.get_group("etp").open_device_group("cpu").communicator
         )
         private = md.init_device_mesh(
             "cpu",
@@ -171,8 +171,8 @@ def test_overlapping_factorisations_share_equal_communicators() -> None:
             mesh_dim_names=("dp", "tp"),
             axis_options={"tp": md.AxisOptions(private=True)},
         )
-        own = private.get_group("tp").open_channel("cpu").communicator
-        assert own is not one.get_group("tp").open_channel("cpu").communicator
+        own = private.get_group("tp").open_device_group("cpu").communicator
+        assert own is not one.get_group("tp").open_device_group("cpu").communicator
         one.close()
         x = torch.ones(1)
         md.all_reduce(x, group=two["etp"])
@@ -214,11 +214,11 @@ def test_from_group() -> None:
             mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=("dp", "tp")
         )
         assert again == mesh and again.get_group("dp") is mesh.get_group("dp")
-        with pytest.raises(md.MeshError, match="other ranks than the mesh"):
+        with pytest.raises(md.MeshError, match="does not have the ranks of the mesh"):
             md.DeviceMesh.from_group(mesh.get_group("dp"), "cpu", mesh=[0, 1, 2])
-        with pytest.raises(md.MeshError, match="several groups and no mesh"):
+        with pytest.raises(md.MeshError, match="from_group needs mesh"):
             md.DeviceMesh.from_group(mesh.get_all_groups(), "cpu")
-        with pytest.raises(md.MeshError, match="2 groups for a mesh of 1 dims"):
+        with pytest.raises(md.MeshError, match="2 groups for a mesh of 1 axes"):
             md.DeviceMesh.from_group(
                 mesh.get_all_groups(), "cpu", mesh=[0, 1], mesh_dim_names=("a",)
             )
@@ -251,12 +251,12 @@ def test_a_mesh_never_changes() -> None:
             with pytest.raises(AttributeError) as caught:
                 setattr(mesh, name, None)
             assert str(caught.value) == (
-                f"a mesh never changes: its attribute {name!r} cannot be set or deleted\n"
+                f"a mesh is immutable: its attribute {name!r} cannot be set or deleted\n"
                 "  where:    DeviceMesh(dp=2)\n"
-                "  fix:      make another mesh, for example by flatten, unflatten, transpose or a "
+                "  fix:      derive another mesh with flatten, unflatten, transpose or a "
                 "slice"
             )
-            with pytest.raises(AttributeError, match="a mesh never changes"):
+            with pytest.raises(AttributeError, match="a mesh is immutable"):
                 delattr(mesh, name)
         assert vars(mesh) == before
         return mesh.mesh_dim_names
@@ -291,7 +291,7 @@ def test_meshes_are_equal_when_one_can_take_the_others_place() -> None:
             mesh_with(names=("dp", "cp")),
             mesh_with(backend="gloo"),
             mesh_with(timeout=minute),
-            mesh_with(options="of the wire"),
+            mesh_with(options="of the backend"),
             mesh_with(private=True),
             mesh.transpose("tp", "dp"),
         ]
@@ -313,16 +313,16 @@ def test_a_mesh_of_groups_has_their_options_also_on_axes_derived_from_it(pool: P
         whole = md.new_group(backend="gloo", timeout=timedelta(seconds=50))
         mesh = md.DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("dp",))
         split = mesh.unflatten("dp", (2, 2), ("a", "b"))
-        wires = [md.get_backend(one) for one in (mesh, split["a"], split["b"])]
+        backends = [md.get_backend(one) for one in (mesh, split["a"], split["b"])]
         plain = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         again = md.DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("dp",))
-        return mesh == plain, mesh == again, wires, split.get_group("a").timeout.total_seconds()
+        return mesh == plain, mesh == again, backends, split.get_group("a").timeout.total_seconds()
 
     assert pool.run(program, 4, backend="shm") == [(False, True, ["gloo"] * 3, 50.0)] * 4
 
 
 @pytest.mark.parametrize("given", ["backend_override", "axis_options"])
-def test_simulated_ranks_have_one_wire_whatever_an_axis_names(given: str) -> None:
+def test_simulated_ranks_have_one_backend_whatever_an_axis_names(given: str) -> None:
     def program():
         value = "nccl" if given == "backend_override" else md.AxisOptions(backend="nccl")
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), **{given: {"dp": value}})
@@ -342,8 +342,8 @@ def test_a_pickled_mesh_works_in_another_process(pool: Pool) -> None:
         copy, part = pickle.loads(store.get("meshes"))
         assert copy == mesh and hash(copy) == hash(mesh) and copy is not mesh
         assert copy.get_coordinate() == mesh.get_coordinate()  # this rank's, not the sender's
-        assert copy["tp"].get_group().open_channel("cpu").communicator is (
-            mesh["tp"].get_group().open_channel("cpu").communicator
+        assert copy["tp"].get_group().open_device_group("cpu").communicator is (
+            mesh["tp"].get_group().open_device_group("cpu").communicator
         )
         # A slice is the sender's slice: the ranks beside it are not in it.
         assert part.mesh.tolist() == [0, 2]
@@ -365,9 +365,9 @@ def test_timeouts_belong_to_the_caller_of_a_shared_communicator() -> None:
             md.init_device_mesh("cpu", (2,), timeout=timedelta(seconds=seconds))
             for seconds in (5, 50)
         ]
-        channels = [mesh.get_group().open_channel("cpu") for mesh in meshes]
-        assert channels[0].communicator is channels[1].communicator
-        return [channel.timeout.total_seconds() for channel in channels]
+        device_groups = [mesh.get_group().open_device_group("cpu") for mesh in meshes]
+        assert device_groups[0].communicator is device_groups[1].communicator
+        return [device_group.timeout.total_seconds() for device_group in device_groups]
 
     assert md.simulate(program, 2) == [[5.0, 50.0]] * 2
 
@@ -409,19 +409,19 @@ REFUSED = [
     (lambda: md.init_device_mesh("cpu:0", (2, 2)), md.MeshError, "'cpu:0' is not a plain"),
     (lambda: md.init_device_mesh("cuda:0", (2, 2)), md.MeshError, "torch.cuda.set_device"),
     (lambda: md.init_device_mesh("abacus", (2, 2)), md.ArgumentError, "unknown device type"),
-    (lambda: md.init_device_mesh(7, (2, 2)), md.KindError, "device_type must be text"),
+    (lambda: md.init_device_mesh(7, (2, 2)), md.KindError, "device_type must be a string"),
     (lambda: md.init_device_mesh("cpu", (2, 2), timeout=3), md.KindError, "datetime.timedelta"),
     (lambda: md.DeviceMesh("cpu", [[0, 1], [1, 2]]), md.MeshError, "rank 1 is in"),
     (lambda: md.DeviceMesh("cpu", [0, 4]), md.MeshError, "4"),
     (
         lambda: md.DeviceMesh("cpu", md.Layout.from_ranks([4, 1, 0])),
         md.MeshError,
-        "the mesh names rank 4, which the world lacks",
+        "the mesh names rank 4, which does not exist in the world",
     ),
     (
         lambda: md.DeviceMesh("cpu", md.Layout.from_shape((2,)), mesh_dim_names=("dp",)),
         md.ArgumentError,
-        "a Layout has its own axis names",
+        "mesh_dim_names= cannot be passed with a Layout, which has its own axis names",
     ),
     (lambda: md.init_device_mesh("cpu", (2, 2))["tp"], md.MeshError, "unnamed mesh"),
     (
@@ -464,27 +464,27 @@ REFUSED = [
     (
         lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"].close(),
         md.MeshError,
-        "close the whole mesh",
+        "close the mesh that it was derived from",
     ),
 ]
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_refused_on_every_rank_before_anything_is_sent(case: int) -> None:
+def test_rejected_on_every_rank_before_anything_is_sent(case: int) -> None:
     call, kind, text = REFUSED[case]
 
     def program():
         with pytest.raises(kind, match=text):
             call()
-        return "refused"
+        return "rejected"
 
-    assert md.simulate(program, 4) == ["refused"] * 4
+    assert md.simulate(program, 4) == ["rejected"] * 4
 
 
 def test_meshes_that_differ_between_ranks_raise_on_every_rank_and_show_both() -> None:
     def program():
         names = ("dp", "tp") if md.get_rank() else ("tp", "dp")
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             md.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         return str(caught.value)
 

@@ -31,14 +31,14 @@ def test_what_is_derived_from_a_planned_mesh_is_planned() -> None:
         parts = mesh.unflatten("tp", (2, 2), ("cp", "tp"))
         with pytest.raises(md.BackendError, match="needs a GPU") as error:
             md.barrier(mesh)
-        assert "open a planned mesh where there are GPUs" in str(error.value)
+        assert "open a planned mesh on a machine with GPUs" in str(error.value)
         return whole.get_group().ranks, parts["cp"].get_group().ranks
 
     assert md.simulate(program, 8)[5] == (tuple(range(8)), (5, 7))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_cuda_without_a_gpu_is_refused() -> None:
+def test_cuda_without_a_gpu_is_rejected() -> None:
     with pytest.raises(md.BackendError) as caught:
         md.simulate(lambda: md.init_device_mesh("cuda", (2, 1)), 2)
     assert str(caught.value).startswith("a 'cuda' mesh needs a GPU, and torch sees none")
@@ -76,7 +76,7 @@ def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPat
     assert told[:2] == [[], []]
     ((text, file),) = told[2]
     assert text.startswith(
-        "rank 2 has local rank 2 on a host with 2 CUDA devices and takes device 0"
+        "rank 2 has local rank 2 on a host with 2 CUDA devices and uses device 0"
     )
     assert file == "test_devices.py"
 

@@ -113,86 +113,89 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
             lambda: sized("b@dp s", 4, 4, 4),
             "the pattern names 2 dims, the array has 3\n  where:    pattern 'b@dp s'\n"
             "  expected: 2 dims: b@dp s\n  found:    3 dims\n"
-            '  fix:      name each dim, or write "..." for those that are not cut',
+            '  fix:      name each dim, or write "..." for dims that are not cut',
         ),
         (ShapeError, lambda: sized("b ... s d", 4), "the pattern names at least 3 dims"),
         (
             ShapeError,
             lambda: local("b@dp s", 5, 6, 4, b=8),
-            "rank 5 holds no shard of the whole: dim 0 has size 6\n"
+            "rank 5 holds no shard of the global array: dim 0 has size 6\n"
             "  where:    rank 5 (dp=1, tp=1); pattern 'b@dp s' on mesh (dp=2, tp=4)\n"
-            "  expected: a shard of shape (4, 4), of a whole of shape (8, 4), whose dim 0 is cut "
+            "  expected: a shard of shape (4, 4) of a global array of shape (8, 4), whose dim 0 "
+            "is cut "
             "into 4, 4, larger parts first\n"
             "  found:    a shard of shape (6, 4)\n"
-            "  fix:      give the size of the whole dim, on every rank: b=..., the sum of all parts"
-            "; other parts by a sharding in place of the pattern: md.NamedSharding(mesh, "
-            "P('dp', None), shard_sizes={0: sizes})",
+            "  fix:      pass the global size of the dim on every rank: sizes={'b': ...}, the sum "
+            "of all parts; for other parts, pass a sharding instead of the pattern: "
+            "md.NamedSharding(mesh, P('dp', None), shard_sizes={0: sizes})",
         ),
         (
             ShapeError,  # 7 is right, and the larger part comes first
             lambda: local("b@dp s", 5, 4, 4, b=7),
-            "rank 5 holds no shard of the whole: dim 0 has size 4\n"
+            "rank 5 holds no shard of the global array: dim 0 has size 4\n"
             "  where:    rank 5 (dp=1, tp=1); pattern 'b@dp s' on mesh (dp=2, tp=4)\n"
-            "  expected: a shard of shape (3, 4), of a whole of shape (7, 4), whose dim 0 is cut "
+            "  expected: a shard of shape (3, 4) of a global array of shape (7, 4), whose dim 0 "
+            "is cut "
             "into 4, 3, larger parts first\n",
         ),
         (
             ShapeError,  # of a dim that is not cut
             lambda: local("b@dp s", 5, 4, 4, b=8, s=5),
             "  found:    a shard of shape (4, 4)\n"
-            "  fix:      give the size of the whole dim, on every rank: s=...",
+            "  fix:      pass the global size of the dim on every rank: sizes={'b': 8, 's': ...}",
         ),
         (
             ShapeError,  # another size would contradict the shape
             lambda: NamedSharding.from_pattern("b@dp", MESH, (8,), local_shape=(5,), rank=0),
-            "  found:    a shard of shape (5,)\n  fix:      give this rank its part of the whole",
+            "  found:    a shard of shape (5,)\n  fix:      pass this rank's shard of the global "
+            "array",
         ),
         (
             ShapeError,
             lambda: NamedSharding.from_pattern("(h k)@tp", MESH, (8,), local_shape=(5,), rank=0),
-            "fix:      give this rank its part of the whole",
+            "fix:      pass this rank's shard of the global array",
         ),
         (
             ShapeError,
             lambda: NamedSharding.from_pattern("b", MESH, (8,), local_shape=(5, 1), rank=0),
-            "the shard has 2 dims, the whole array 1",
+            "the shard has 2 dims, the global array 1",
         ),
         (
             ShapeError,
             lambda: sized("(h k)@tp", 10),
-            "the sizes of 'h', 'k' are not known\n  where:    pattern '(h k)@tp' on mesh "
+            "the sizes of 'h', 'k' are unknown\n  where:    pattern '(h k)@tp' on mesh "
             "(dp=2, tp=4)\n  expected: sizes for all but one of the dims of (h k)@tp\n"
-            "  found:    dim 0 of size 10\n  fix:      give h=..., k=...",
+            "  found:    dim 0 of size 10\n  fix:      pass sizes={'h': ..., 'k': ...}",
         ),
         (
             ShapeError,
             lambda: by_names("b s", b=1),
-            "expected: the whole size of s\n  fix:      give s=...",
+            "expected: the global size of s\n  fix:      pass sizes={'b': 1, 's': ...}",
         ),
-        (ShapeError, lambda: by_names("... s"), "give the shape of the whole array"),
+        (ShapeError, lambda: by_names("... s"), "pass the global shape: shape=(...)"),
         (
             ShapeError,
             lambda: sized("(h k) s", 12, 4, h=5),
-            "dim 0 of size 12 is not made of whole (h k)",
+            "dim 0 of size 12 cannot be split into (h k)",
         ),
         (
             ShapeError,
             lambda: sized("b s", 4, 4, b=5),
-            "the pattern and the sizes given make it 5",
+            "but the pattern and the given sizes make it 5",
         ),
         (ShapeError, lambda: sized("1", 4), "expected: a dim of size 1, as it has no name"),
         (ShapeError, lambda: local("1", 4, 3), "dim 0 has size 3"),
         (
             KindError,
             lambda: NamedSharding.from_pattern("b", MESH, 8),  # type: ignore[arg-type]
-            "NamedSharding.from_pattern: shape is that of the whole array",
+            "NamedSharding.from_pattern: shape must be the global shape",
         ),
         (
             KindError,
             lambda: NamedSharding.from_pattern("b", "dp", (8,)),
             "NamedSharding takes a mesh\n  expected: a DeviceMesh or a Layout\n  found:    a str",
         ),
-        (NotInGroupError, lambda: local("b", 8, 3), "the mesh does not hold rank 8"),
+        (NotInGroupError, lambda: local("b", 8, 3), "the mesh does not contain rank 8"),
     ],
 )
 def test_refusals(kind: type[MeshdistError], wrong: Any, words: str) -> None:

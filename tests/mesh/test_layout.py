@@ -419,8 +419,8 @@ mesh shape (3, -1) does not divide a world of 8 ranks
             lambda: Layout.from_shape((2, -1)),
             MeshError,
             """\
-mesh shape (2, -1) has a -1 and no world to divide
-  fix:      write the size out, or give world_size""",
+mesh shape (2, -1) has a -1, and world_size is not given
+  fix:      write the size out, or pass world_size=""",
         ),
         (
             lambda: Layout.from_shape((4, 4), world_size=8),
@@ -442,7 +442,7 @@ mesh shape () is empty
             lambda: Layout.from_shape((2, 1.5)),
             KindError,
             """\
-mesh shape (2, 1.5): sizes are whole numbers
+mesh shape (2, 1.5): sizes must be integers
   expected: such as (2, 4)""",
         ),
         (
@@ -458,14 +458,14 @@ rank 1 is in the mesh more than once
             MeshError,
             """\
 rank -2 cannot be in a mesh
-  expected: global ranks, from 0 on
+  expected: global ranks of 0 or more
   found:    -2 at coordinate (1, 0)""",
         ),
         (
             lambda: Layout.from_ranks([0, 5], world_size=4),
             MeshError,
             """\
-the mesh names rank 5, which the world lacks
+the mesh names rank 5, which does not exist in the world
   expected: ranks from 0 to 3
   found:    5 at coordinate (1,)
   fix:      start 6 ranks, or use fewer""",
@@ -474,7 +474,7 @@ the mesh names rank 5, which the world lacks
             lambda: Layout.from_ranks([0.0, 1.0]),
             KindError,
             """\
-the ranks of a mesh are whole numbers
+the ranks of a mesh must be integers
   expected: integers
   found:    an array of float64""",
         ),
@@ -490,7 +490,7 @@ the ranks of a mesh do not form a grid
             lambda: Layout.from_ranks([]),
             MeshError,
             """\
-a mesh has at least one rank
+a mesh must have at least one rank
   expected: sizes of 1 or more
   found:    an array of shape (0,)""",
         ),
@@ -498,7 +498,7 @@ a mesh has at least one rank
             lambda: Layout.from_ranks(3),
             MeshError,
             """\
-the ranks of a mesh have at least one dim
+the ranks of a mesh must have at least one dim
   expected: an array such as [0, 1, 2, 3] or [[0, 1], [2, 3]]
   found:    3""",
         ),
@@ -514,7 +514,7 @@ axis name 'dp' is used twice
             lambda: Layout.from_shape((2, 2), ("dp",)),
             AxisError,
             """\
-not one name per axis
+the number of axis names does not match the number of axes
   expected: 2 names for 2 axes
   found:    1 names: ('dp',)""",
         ),
@@ -522,7 +522,7 @@ not one name per axis
             lambda: Layout.from_shape((2, 2), ("dp", "")),
             AxisError,
             """\
-'' cannot be the name of an axis
+'' is not a valid axis name
   where:    axis names ('dp', '')
   expected: letters, digits and underscores, not beginning with a digit""",
         ),
@@ -530,22 +530,22 @@ not one name per axis
             lambda: Layout.from_shape((2,), ("dp-shard",)),
             AxisError,
             """\
-'dp-shard' cannot be the name of an axis
+'dp-shard' is not a valid axis name
   where:    axis names ('dp-shard',)
   expected: letters, digits and underscores, not beginning with a digit
-  fix:      call it 'dp_shard'""",
+  fix:      rename it to 'dp_shard'""",
         ),
         (
             lambda: Layout.from_shape((2,), "dp"),
             AxisError,
             """\
-axis names are a tuple of strings, not the string 'dp'
+axis names must be a tuple of strings, not the string 'dp'
   fix:      write ('dp',) for one axis""",
         ),
         (
             lambda: Layout.from_shape((2,), 7),
             AxisError,
-            "axis names are a tuple of strings, not 7",
+            "axis names must be a tuple of strings, not 7",
         ),
         (
             lambda: MESH.slice("TP", 0),
@@ -578,7 +578,7 @@ no axis 'model' in the mesh
             """\
 no axis 'tp': the mesh has no axis names
   where:    mesh (2, 4)
-  fix:      give the mesh one name per axis, or use an index""",
+  fix:      name the axes when you create the mesh, or pass an index""",
         ),
         (
             lambda: PLAIN.axis_sizes,
@@ -586,7 +586,7 @@ no axis 'tp': the mesh has no axis names
             """\
 the mesh has no axis names
   where:    mesh (2, 4)
-  fix:      use sizes, in axis order""",
+  fix:      use .sizes, which is in axis order""",
         ),
         (
             lambda: MESH.axis_index(2),
@@ -600,7 +600,7 @@ no axis 2 in the mesh
             lambda: MESH.axis_index(1.0),
             AxisError,
             """\
-an axis is a name or an index, not 1.0
+an axis must be a name or an index, not 1.0
   where:    mesh (dp=2, tp=4)
   found:    float""",
         ),
@@ -608,14 +608,14 @@ an axis is a name or an index, not 1.0
             lambda: MESH.axis_indices(3.5),
             AxisError,
             """\
-axes are a sequence of names or indices, not 3.5
+axes must be a sequence of names or indices, not 3.5
   where:    mesh (dp=2, tp=4)""",
         ),
         (
             lambda: MESH.slice((), 0),
             AxisError,
             """\
-no axes named
+no axes given
   where:    mesh (dp=2, tp=4)
   expected: at least one axis""",
         ),
@@ -623,7 +623,7 @@ no axes named
             lambda: MESH.slice(("tp", -1), 0),
             AxisError,
             """\
-an axis is named twice
+an axis is given twice
   where:    mesh (dp=2, tp=4)
   expected: each axis at most once
   found:    axes ('tp', -1)""",
@@ -632,7 +632,7 @@ an axis is named twice
             lambda: MESH.ranks_of_axis("tp", 9),
             NotInGroupError,
             """\
-the mesh does not hold rank 9
+the mesh does not contain rank 9
   where:    mesh (dp=2, tp=4)
   expected: one of its ranks: 0, 1, 2, 3, 4, 5, 6, 7
   fix:      skip the call on ranks outside the mesh""",
@@ -641,7 +641,7 @@ the mesh does not hold rank 9
             lambda: Layout.from_shape((64, 256)).slice((0,), 16384),
             NotInGroupError,
             """\
-the mesh does not hold rank 16384
+the mesh does not contain rank 16384
   where:    mesh (64, 256)
   expected: one of its ranks: 0, 1, 2, 3, 4, 5, ..., 16383
   fix:      skip the call on ranks outside the mesh""",
@@ -662,7 +662,7 @@ transpose leaves out an axis
   where:    mesh (dp=2, tp=4)
   expected: all 2 axes, each once
   found:    axes ('tp',)
-  fix:      slice chooses some of the axes""",
+  fix:      name every axis once; to choose some of the axes, call slice()""",
         ),
         (
             lambda: Layout.from_shape((2, 2, 2), ("a", "b", "c")).flatten(("a", "b"), "c"),
@@ -680,17 +680,17 @@ axis name 'c' is used twice
 an unnamed mesh cannot take a name for one axis
   where:    flatten of mesh (2, 4)
   found:    name 'all'
-  fix:      name all axes when the mesh is made""",
+  fix:      name all axes when you create the mesh""",
         ),
         (
             lambda: MESH.unflatten("tp", (3, 2), ("a", "b")),
             MeshError,
             """\
-unflatten of axis 'tp' into (3, 2) does not give its size
+unflatten of axis 'tp' into (3, 2) does not match its size
   where:    mesh (dp=2, tp=4)
   expected: sizes whose product is 4
   found:    3 x 2 = 6
-  fix:      leave one size as -1""",
+  fix:      pass -1 as one of the sizes""",
         ),
         (
             lambda: MESH.unflatten("tp", (3, -1), ("a", "b")),
@@ -704,7 +704,7 @@ unflatten of axis 'tp' into (3, -1) does not divide an axis of size 4
             lambda: MESH.unflatten("tp", (2, 2)),
             AxisError,
             """\
-not one name per new axis
+the number of names does not match the number of new axes
   where:    unflatten of mesh (dp=2, tp=4)
   expected: 2 names, one per size
   found:    names ()""",
@@ -729,7 +729,7 @@ concatenate needs at least one layout
             lambda: Layout.concatenate([MESH, PLAIN]),
             AxisError,
             """\
-concatenate joins named axes to unnamed ones
+concatenate cannot join named axes and unnamed axes
   where:    mesh (dp=2, tp=4) and mesh (2, 4)
   fix:      name all of the parts, or none""",
         ),
@@ -737,10 +737,10 @@ concatenate joins named axes to unnamed ones
             lambda: Layout.concatenate([MESH.slice("tp", 0), Layout.from_ranks([3, 0], ("a",))]),
             MeshError,
             """\
-concatenate joins parts of different meshes
+concatenate cannot join parts of different meshes
   where:    mesh (tp=4) and mesh (a=2)
   expected: slices of one mesh
-  fix:      slice all parts from one mesh, or place the ranks with from_ranks""",
+  fix:      slice all parts from one mesh, or arrange the ranks with Layout.from_ranks""",
         ),
         (
             lambda: Layout.concatenate([MESH.slice("tp", 0), MESH.slice("tp", 0)]),
@@ -755,10 +755,10 @@ axis name 'tp' is used twice
             lambda: Layout.concatenate([MESH.slice("tp", 0), MESH.flatten(("dp", "tp"), "all")]),
             MeshError,
             """\
-concatenate joins axes that overlap
+concatenate cannot join axes that overlap
   where:    mesh (tp=4) and mesh (all=8)
-  expected: axes that share one rank and no more
-  fix:      slice the parts so that each axis of the mesh lies in one of them""",
+  expected: axes that share exactly one rank
+  fix:      slice the parts so that each axis of the mesh is in only one of them""",
         ),
         (
             lambda: Layout.concatenate(
@@ -769,7 +769,7 @@ concatenate joins axes that overlap
             ),
             MeshError,
             """\
-concatenate joins parts that share no rank
+concatenate cannot join parts that share no rank
   where:    mesh (a=2) and mesh (b=2)
   expected: parts through one rank
   found:    0, 4; 1, 3
@@ -780,30 +780,30 @@ concatenate joins parts that share no rank
             MeshError,
             """\
 the axes of a layout overlap or interleave
-  expected: each stride larger than all that the smaller strides reach together
+  expected: each stride to be larger than the reach of all smaller strides
   found:    modes (((2, 1),), ((2, 1),))
-  fix:      build it with Layout.from_ranks from the array of ranks""",
+  fix:      build it from the array of ranks: Layout.from_ranks(ranks)""",
         ),
         (
             lambda: Layout((((4, 1),),), rank_map=(5, 6)),
             MeshError,
             """\
 a layout reaches beyond its rank map
-  expected: places below 2
-  found:    place 3""",
+  expected: positions below 2
+  found:    position 3""",
         ),
         (
             lambda: Layout((((4, 0),),)),
             MeshError,
             """\
-sizes and strides of a layout are 1 or more
+sizes and strides of a layout must be 1 or more
   found:    modes ((4, 0),)""",
         ),
         (
             lambda: Layout((4, 1)),
             KindError,
             """\
-the modes of an axis are pairs of whole numbers (size, stride)
+the modes of an axis must be pairs of integers (size, stride)
   found:    4""",
         ),
         (
@@ -815,7 +815,7 @@ the modes of an axis are pairs of whole numbers (size, stride)
             lambda: Layout(()),
             MeshError,
             """\
-a mesh has at least one axis
+a mesh must have at least one axis
   found:    no axes""",
         ),
     ],
@@ -824,12 +824,12 @@ def test_errors_say_what_is_wrong_and_how_to_mend_it(call, kind, text):
     assert text_of(kind, call) == text
 
 
-def test_ranks_on_an_accelerator_are_refused_with_a_reason():
+def test_ranks_on_an_accelerator_are_rejected_with_a_reason():
     class Remote:
         def __array__(self, dtype=None, copy=None):
             raise TypeError("cannot convert a device tensor")
 
     assert text_of(KindError, lambda: Layout.from_ranks(Remote())) == (
-        "the ranks of a mesh are an array of whole numbers on the CPU\n"
+        "the ranks of a mesh must be an array of integers on the CPU\n"
         "  found:    Remote: cannot convert a device tensor"
     )

@@ -22,7 +22,7 @@ def test_names_become_a_tuple():
     with pytest.raises(AxisError) as caught:
         checked_names(("8way",), 1, "make_mesh")
     assert str(caught.value) == (
-        "'8way' cannot be the name of an axis\n"
+        "'8way' is not a valid axis name\n"
         "  where:    make_mesh\n"
         "  expected: letters, digits and underscores, not beginning with a digit"
     )
@@ -33,7 +33,7 @@ def test_sizes_become_a_tuple_of_python_ints():
     assert sizes == (2, -1)
     assert all(type(size) is int for size in sizes)
     assert checked_sizes(4, "mesh shape") == (4,)
-    with pytest.raises(KindError, match=r"mesh shape '24': sizes are whole numbers"):
+    with pytest.raises(KindError, match=r"mesh shape '24': sizes must be integers"):
         checked_sizes("24", "mesh shape")
 
 

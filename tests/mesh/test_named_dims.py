@@ -113,7 +113,7 @@ def test_the_rest_and_the_kinds() -> None:
         (
             KindError,
             lambda: NamedSharding.from_pattern("b", MESH, (3,), {"b": True}),
-            "the size of dim 'b' must be a whole number\n"
+            "the size of dim 'b' must be an integer\n"
             "  where:    pattern 'b'\n  found:    True, a bool",
         ),
         (
@@ -124,7 +124,7 @@ def test_the_rest_and_the_kinds() -> None:
         (
             ShapeError,
             lambda: shardings_of_sides("(h k) s -> h k s", MESH, (12, 4), {}),
-            "the sizes of 'h', 'k' are not known",
+            "the sizes of 'h', 'k' are unknown",
         ),
     ],
 )

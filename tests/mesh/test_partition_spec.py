@@ -60,7 +60,7 @@ ERRORS = {
     "P('a', reduced=None)": (TypeError, "takes a set of axis names as reduced"),
     "P('a', unreduced={'a'})": (ValueError, "partitions and unreduced cannot share an axis"),
     "P('a', reduced={'a'})": (ValueError, "partitions and reduced cannot share an axis"),
-    "P(unreduced={'a'}, reduced={'a'})": (ValueError, "fix:      leave 'a' in one of them"),
+    "P(unreduced={'a'}, reduced={'a'})": (ValueError, "fix:      leave 'a' in only one of them"),
     "P(unreduced={None})": (ValueError, "found:    {None}, a set"),
     "P('a', unreduced={'x'})[0]": (ValueError, "write spec.partitions[...]"),
     "list(P('a', unreduced={'x'}))": (ValueError, "write *spec.partitions"),
@@ -69,7 +69,7 @@ ERRORS = {
     "P({'a'})": (TypeError, "cannot take {'a'} as a dim's entry"),
 }
 
-# JAX takes these as entries, and refuses or ignores them later; here each is refused at once.
+# JAX takes these as entries, and rejects or ignores them later; here each is rejected at once.
 REFUSED = {
     "P(1)": "found:    a int",
     "P(True)": "cannot take True as a dim's entry",
@@ -104,9 +104,9 @@ def test_an_axis_in_two_places() -> None:
         P("a", ("b", "c"), unreduced={"c"})
     assert str(caught.value) == (
         "PartitionSpec: partitions and unreduced cannot share an axis\n"
-        "  expected: each axis in one place at most\n"
+        "  expected: each axis at most once\n"
         "  found:    partitions ('a', ('b', 'c')), unreduced={'c'}, reduced={}\n"
-        "  fix:      leave 'c' in one of them"
+        "  fix:      leave 'c' in only one of them"
     )
 
 

@@ -91,7 +91,7 @@ def test_damage_raises_one_error_with_a_column_inside(
 
 
 def check_outcome(text: str) -> None:
-    """A text is a pattern, whose print parses to it, or refused with all that is promised."""
+    """A text is a pattern, whose print parses to it, or rejected with all that is promised."""
     error = None
     try:
         pattern = parse(text)
@@ -110,7 +110,7 @@ def check_outcome(text: str) -> None:
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_a_pattern_or_refused(text: str) -> None:
+def test_any_text_is_a_pattern_or_rejected(text: str) -> None:
     check_outcome(text)
 
 
@@ -201,7 +201,7 @@ def test_the_whole_text_of_a_refusal() -> None:
     with pytest.raises(PatternError) as caught:
         parse("b@dp s\t-> b s@tp@")
     assert str(caught.value) == (
-        "this is no pattern: column 17 of 'b@dp s\\t-> b s@tp@'\n"
+        "invalid pattern: column 17 of 'b@dp s\\t-> b s@tp@'\n"
         "  where:    b@dp s -> b s@tp@\n"
         "                            ^\n"
         "  expected: several axes in brackets: s@(tp,...)\n"
@@ -215,8 +215,8 @@ def test_the_whole_text_of_a_refusal() -> None:
 @pytest.mark.parametrize(
     ("text", "column", "fix"),
     [
-        ("b@dp,cp s -> b s", 4, "write b@(dp,cp) where several axes cut one dim"),
-        ("x b@(dp,ep), cp s", 11, "write b@(dp,ep,cp) where several axes cut one dim"),
+        ("b@dp,cp s -> b s", 4, "write b@(dp,cp) to cut one dim over several axes"),
+        ("x b@(dp,ep), cp s", 11, "write b@(dp,ep,cp) to cut one dim over several axes"),
         ("b d, d f -> b f", 3, None),
         ("b@dp, d@tp", 4, None),
         (",", 0, None),
@@ -226,7 +226,7 @@ def test_operands_where_one_is_meant(text: str, column: int, fix: str | None) ->
     with pytest.raises(PatternError) as caught:
         parse(text).get_operand()
     assert (caught.value.column, caught.value.fix) == (column, fix)
-    assert caught.value.expected == "one array: a comma outside of brackets parts operands"
+    assert caught.value.expected == "one array (a comma outside of brackets separates operands)"
     assert caught.value.found == f"{len(parse(text).operands)} operands"
 
 
@@ -234,5 +234,5 @@ def test_what_is_no_text() -> None:
     with pytest.raises(KindError) as caught:
         parse(("b", "s"))  # type: ignore[arg-type]
     assert isinstance(caught.value, MeshdistError)
-    assert "a pattern is a string" in str(caught.value)
+    assert "a pattern must be a string" in str(caught.value)
     assert "found:    ('b', 's'), a tuple" in str(caught.value)

@@ -144,6 +144,6 @@ def test_dims_in_another_order() -> None:
 
 
 def test_values_that_become_unreduced_are_kept_at_coordinate_0() -> None:
-    summands = Placement((2, 2, 2), (), (), (0, 2))
-    kept = [at for at in itertools.product(range(2), repeat=3) if summands.has_values(at)]
+    partial_sums = Placement((2, 2, 2), (), (), (0, 2))
+    kept = [at for at in itertools.product(range(2), repeat=3) if partial_sums.has_values(at)]
     assert kept == [(0, 0, 0), (0, 1, 0)]

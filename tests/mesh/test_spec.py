@@ -237,7 +237,7 @@ def test_equivalence_by_example() -> None:
         (
             NotInGroupError,
             lambda: NamedSharding(MESH, P("dp")).box(8, (4,)),
-            "the mesh does not hold rank 8",
+            "the mesh does not contain rank 8",
         ),
         (
             NotInGroupError,

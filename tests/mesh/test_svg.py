@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from meshdist.mesh.drawing import draw_svg
 from meshdist.mesh.layout import Layout
+from meshdist.mesh.visualize import draw_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("a", "b", "c", "d")

@@ -63,7 +63,7 @@ def test_ranks_that_differ_are_told_before_torch_waits(pool: Pool) -> None:
     def program() -> str:
         shape = (1, 2) if md.get_rank() else (2, 1)
         first, second = (md.init_device_mesh("cpu", one) for one in ((1, 2), (2, 1)))
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             (first if shape == (1, 2) else second).to_torch()
         return str(caught.value)
 
@@ -85,9 +85,9 @@ def test_in_the_default_world(is_offered: bool, monkeypatch: pytest.MonkeyPatch)
         dist.all_reduce(x, group=theirs.get_group())
         return dist.get_backend_config(), x.item()
 
-    wire = "shm" if is_offered else "gloo"
+    backend = "shm" if is_offered else "gloo"
     with Pool() as fresh:  # whose workers know only what this test offers
-        assert fresh.run(program, 2, backend=None) == [(f"cpu:{wire}", 2.0)] * 2
+        assert fresh.run(program, 2, backend=None) == [(f"cpu:{backend}", 2.0)] * 2
 
 
 def test_fully_sharded_training_on_our_mesh(pool: Pool) -> None:
@@ -235,11 +235,14 @@ def _given_to_torch() -> None:
         for ours, fix in ((mesh["dp"], "mesh.to_torch()['dp']"), (line, "mesh.to_torch()")):
             with pytest.raises(md.MeshError) as caught:
                 call(ours)
-            assert str(caught.value).startswith("torch's code was given a mesh of meshdist\n")
+            assert str(caught.value).startswith("torch received a mesh of meshdist\n")
             where = f"rank {md.get_rank()} of 2, DeviceMesh(dp=2); read by "
             assert str(caught.value.where).startswith(where)
             assert "of torch." in str(caught.value.where)
-            assert caught.value.fix == f"pass {fix} instead, which every rank of the world makes"
+            assert (
+                caught.value.fix
+                == f"pass {fix} instead; call to_torch() on every rank of the world"
+            )
         call(torchs)  # as the error says
 
 
@@ -254,14 +257,14 @@ def test_a_name_that_torchs_mesh_has_and_ours_lacks_is_told() -> None:
         with pytest.raises(md.errors.MeshAttributeError) as caught:
             mesh._flatten("all")  # type: ignore[attr-defined]
         assert str(caught.value).splitlines() == [
-            "a mesh of meshdist has no _flatten, as torch's DeviceMesh has",
+            "a mesh of meshdist has no _flatten, unlike torch's DeviceMesh",
             f"  where:    rank {md.get_rank()} of 2, DeviceMesh(dp=2, tp=1)",
-            "  fix:      take mesh.flatten, or mesh.to_torch()._flatten, torch's mesh, which every "
-            "rank of the world makes",
+            "  fix:      use mesh.flatten, or mesh.to_torch()._flatten; call to_torch() on every "
+            "rank of the world",
         ]
         with pytest.raises(AttributeError) as caught:
             mesh["tp"]._get_root_mesh()  # type: ignore[attr-defined]
-        assert "take mesh.to_torch()['tp']._get_root_mesh, torch's mesh" in str(caught.value)
+        assert "use mesh.to_torch()['tp']._get_root_mesh; call to_torch()" in str(caught.value)
 
     md.simulate(program, 2)
 

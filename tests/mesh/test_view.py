@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshdist.errors import MeshError, NotInGroupError
-from meshdist.mesh.drawing import draw, draw_svg
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.view import indices_shown
+from meshdist.mesh.visualize import draw, draw_svg
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,14 @@ def test_errors(make):
     with pytest.raises(NotInGroupError) as outside:
         make(layout, highlight_rank=8)
     assert str(outside.value) == (
-        "the mesh does not hold rank 8, which is to be highlighted\n  where:    mesh (dp=2, tp=4)"
+        "the mesh does not contain rank 8, which highlight_rank names\n  where:    mesh (dp=2, "
+        "tp=4)"
     )
     for hosts in (["a"] * 7, dict.fromkeys(range(7), "a")):
         with pytest.raises(MeshError) as missing:
             make(layout, hosts=hosts)
         assert str(missing.value) == (
-            "hosts names no host for rank 7\n"
+            "hosts has no entry for rank 7\n"
             "  where:    mesh (dp=2, tp=4)\n"
             "  expected: a host for every rank of the mesh, by rank\n"
             "  found:    7 hosts"

@@ -1,11 +1,11 @@
-"""The native communicator with a method for each verb, as the tests of the core call them."""
+"""The native communicator with a method for each collective, as the tests of the core call them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshdist.wires import native
+from meshdist.backends import native
 
 Buffers = list[tuple[int, int]]
 
@@ -14,7 +14,7 @@ def _pairs(addresses: Sequence[int], counts: Sequence[int]) -> Buffers:
     return list(zip(addresses, counts, strict=True))
 
 
-# For each verb, of its arguments: count, dtype, op, root, output, input, outputs and inputs.
+# For each collective, of its arguments: count, dtype, op, root, output, input, outputs and inputs.
 FORMS: dict[str, Callable[..., tuple[int, int, int, int, int, int, Buffers, Buffers]]] = {
     "all_reduce": lambda x, n, dtype, op: (n, dtype, op, 0, x, 0, [], []),
     "all_reduce_list": lambda x, ns, dtype, op: (0, dtype, op, 0, 0, 0, _pairs(x, ns), []),
@@ -42,14 +42,15 @@ FORMS: dict[str, Callable[..., tuple[int, int, int, int, int, int, Buffers, Buff
 
 
 class NamedCore(native.Communicator):
-    """``<verb>(..., timeout)`` returns a status, ``<verb>_async(..., timeout)`` a ticket."""
+    """``<operation>(..., timeout)`` returns a status, ``<operation>_async(..., timeout)`` a
+    ticket."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        verb = name.removesuffix("_async")
-        if verb not in FORMS:
+        operation = name.removesuffix("_async")
+        if operation not in FORMS:
             raise AttributeError(name)
-        call, more = (self.run, ()) if verb == name else (self.start, ((), 0))
-        code, form = native.VERBS[verb], FORMS[verb]
+        call, more = (self.run, ()) if operation == name else (self.start, ((), 0))
+        code, form = native.OPERATIONS[operation], FORMS[operation]
         return lambda *given: call(code, *form(*given[:-1]), 0, (), given[-1], *more)
 
     def send(

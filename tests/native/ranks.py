@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.inner import end_with_parent
 from tests.load import load_factor
 from tests.native.named_core import NamedCore

@@ -1,4 +1,4 @@
-// Ranks as threads of one process, so that sanitizers see all of them: random verbs, sizes, dtypes,
+// Ranks as threads of one process, so that sanitizers see all of them: random collectives, sizes, dtypes,
 // groups and messages, blocking and in flight, each result checked. Usage: stress [ranks] [seconds]
 #include <unistd.h>
 
@@ -54,9 +54,9 @@ Numbers made(std::uint64_t s, unsigned j, std::uint64_t count) {
 
 std::uint8_t* bytes(Numbers& x) { return reinterpret_cast<std::uint8_t*>(x.data()); }
 
-Job job(Verb verb, std::uint64_t count, int root) {
+Job job(OperationSpec operation, std::uint64_t count, int root) {
   Job it;
-  it.call.header.verb = static_cast<std::uint8_t>(verb);
+  it.call.header.operation = static_cast<std::uint8_t>(operation);
   it.call.header.dtype = static_cast<std::uint8_t>(Dtype::kint32);
   it.call.header.op = static_cast<std::uint8_t>(Op::sum);
   it.call.header.count = count;
@@ -66,7 +66,7 @@ Job job(Verb verb, std::uint64_t count, int root) {
 }
 
 // The file of the memory that a group makes in one step: opened by the first member that comes.
-class Meeting {
+class Matching {
  public:
   std::shared_ptr<const Memory> map(std::uint64_t step, unsigned size, std::uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -89,7 +89,7 @@ class Meeting {
   std::map<std::uint64_t, File> files_;
 };
 
-Meeting meeting;
+Matching meeting;
 
 struct Rank {
   std::vector<std::unique_ptr<Communicator>> communicators;
@@ -103,14 +103,14 @@ struct Rank {
     Numbers beside(count);
     auto* inside = reinterpret_cast<std::int32_t*>(memory->data()) + me * count;
     bool is_inside = true;
-    for (const Verb verb : {Verb::all_reduce, Verb::broadcast, Verb::broadcast}) {
+    for (const OperationSpec operation : {OperationSpec::all_reduce, OperationSpec::broadcast, OperationSpec::broadcast}) {
       std::int32_t* x = is_inside ? inside : beside.data();
       for (std::uint64_t i = 0; i < count; ++i) x[i] = value(s, me, i);
-      Job it = job(verb, count, verb == Verb::broadcast ? root : 0);
+      Job it = job(operation, count, operation == OperationSpec::broadcast ? root : 0);
       it.out = reinterpret_cast<std::uint8_t*>(x);
       run(it, false, c);
       const auto last = [&](std::uint64_t i) {
-        return verb == Verb::broadcast ? value(s, root, i) : total(s, n, i);
+        return operation == OperationSpec::broadcast ? value(s, root, i) : total(s, n, i);
       };
       check(count == 0 || x[count - 1] == last(count - 1), "a result on shared memory");
       if (is_inside && own() % 2 == 0) {
@@ -135,20 +135,20 @@ struct Rank {
     Job it;
     Numbers x = made(s, me, count), out;
     if (kind <= 2) {
-      const Verb verbs[] = {Verb::all_reduce, Verb::reduce, Verb::broadcast};
-      it = job(verbs[kind], count, kind == 0 ? 0 : root);
+      const OperationSpec operations[] = {OperationSpec::all_reduce, OperationSpec::reduce, OperationSpec::broadcast};
+      it = job(operations[kind], count, kind == 0 ? 0 : root);
       it.out = bytes(x);
     } else if (kind == 3) {
       out.resize(n * count);
-      it = job(Verb::all_gather, count, 0);
+      it = job(OperationSpec::all_gather, count, 0);
       it.in = bytes(x), it.out = bytes(out);
     } else if (kind == 4) {
       x = made(s, me, n * count), out.resize(count);
-      it = job(Verb::reduce_scatter, count, 0);
+      it = job(OperationSpec::reduce_scatter, count, 0);
       it.in = bytes(x), it.out = bytes(out);
     } else if (kind == 5) {
       x = made(s, me, n * count), out.resize(n * count);
-      it = job(Verb::all_to_all, 0, 0);
+      it = job(OperationSpec::all_to_all, 0, 0);
       for (unsigned j = 0; j < n; ++j) {
         it.ins.push_back(Part{bytes(x) + 4 * j * count, count});
         it.outs.push_back(Part{bytes(out) + 4 * j * count, count});
@@ -156,7 +156,7 @@ struct Rank {
     } else if (kind == 6) {
       // Member j gives every member count + j numbers.
       x = made(s, me, count + me);
-      it = job(Verb::all_gather_v, 0, 0);
+      it = job(OperationSpec::all_gather_v, 0, 0);
       it.ins = {Part{bytes(x), count + me}};
       out.resize(n * count + n * (n - 1) / 2);
       std::uint64_t at = 0;
@@ -165,7 +165,7 @@ struct Rank {
         at += count + j;
       }
     } else if (kind == 7) {
-      it = job(Verb::barrier, 0, 0);
+      it = job(OperationSpec::barrier, 0, 0);
     } else if (kind == 8) {
       return shared(s, count, root, c);
     } else if (kind == 9) {
@@ -174,7 +174,7 @@ struct Rank {
       return exchange(s, draw, in_flight, c);
     }
     Numbers early = made(s, me, 8);  // of a call that another one follows before it is waited for
-    Job before = job(Verb::all_reduce, early.size(), 0);
+    Job before = job(OperationSpec::all_reduce, early.size(), 0);
     before.out = bytes(early);
     const TicketPtr waits = draw() % 2 == 0 ? c.progress->start(std::move(before)) : nullptr;
     run(it, in_flight, c);
@@ -226,7 +226,7 @@ struct Rank {
       one = is_empty ? 0 : counts[draw() % 6];
     }
     std::vector<Numbers> ins(n), outs(n);
-    Job it = job(Verb::all_to_all, 0, 0);
+    Job it = job(OperationSpec::all_to_all, 0, 0);
     for (unsigned j = 0; j < n; ++j) {
       ins[j] = made(s, me * n + j, gives[me * n + j]);
       outs[j].resize(gives[j * n + me]);
@@ -239,7 +239,7 @@ struct Rank {
     }
     for (auto more = draw() % 4; more > 0; --more) {  // which use the same slots, lines and tables
       Numbers x = made(s, me, 700);
-      Job next = job(Verb::all_reduce, x.size(), 0);
+      Job next = job(OperationSpec::all_reduce, x.size(), 0);
       next.out = bytes(x);
       run(next, false, c);
       check(x.back() == total(s, n, x.size() - 1), "a sum behind an exchange");
@@ -317,7 +317,7 @@ int main(int argc, char** argv) {
         if (rank.communicators[g] != nullptr) rank.step(s, g, *rank.communicators[g]);
         if (s % 16 == 0) {  // rank 0's clock counts
           std::int32_t more = now_ns() < end;
-          Job it = job(Verb::broadcast, 1, 0);
+          Job it = job(OperationSpec::broadcast, 1, 0);
           it.out = reinterpret_cast<std::uint8_t*>(&more);
           Rank::run(it, false, *rank.communicators[0]);
           goes_on = more != 0;

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native.ranks import OK, Killed, run_ranks
 
 I8 = native.DTYPES["uint8"]

@@ -1,4 +1,5 @@
-"""Every verb of the core against NumPy on whole arrays, over sizes that cross its thresholds."""
+"""Every collective of the core against NumPy on whole arrays, over sizes that cross its
+thresholds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native.ranks import OK, run_ranks
 from tests.native.reading import PAGE, reads_others, secret_memory
 
@@ -26,7 +27,7 @@ TIMEOUT = 20.0
 
 
 def values(seed: object, count: int, dtype: str) -> torch.Tensor:
-    """Small whole numbers, whose sums and products are exact in every dtype."""
+    """Small integers, whose sums and products are exact in every dtype."""
     generator = np.random.default_rng(zlib.crc32(repr(seed).encode()))
     whole = torch.from_numpy(generator.integers(0, 3, count))
     return whole.to(getattr(torch, dtype))
@@ -66,11 +67,15 @@ def cases_of_layouts(c: Any) -> None:
             parts = [values((j, number), math.prod(shape), "float32") for j in range(c.size)]
             order, mine = orders[c.rank], parts[c.rank].view(shape)
             x = mine.permute(order).contiguous().permute(sorted(range(3), key=order.__getitem__))
-            for verb, root in (("all_reduce", 0), ("reduce", number % c.size), ("broadcast", 0)):
+            for operation, root in (
+                ("all_reduce", 0),
+                ("reduce", number % c.size),
+                ("broadcast", 0),
+            ):
                 given = x.clone()
                 layouts = () if given.is_contiguous() else [laid(given)]
-                op = 0 if verb == "broadcast" else add
-                code, count = native.VERBS[verb], given.numel()
+                op = 0 if operation == "broadcast" else add
+                code, count = native.OPERATIONS[operation], given.numel()
                 buffers = (given.data_ptr(), 0, [], [])
                 arguments = (code, count, kind, op, root, *buffers, number % 2, layouts, TIMEOUT)
                 if number % 2:
@@ -78,15 +83,15 @@ def cases_of_layouts(c: Any) -> None:
                 else:
                     assert c.run(*arguments) == OK
                 expected = oracle(parts, "SUM", torch.float32).view(shape)
-                if verb == "reduce" and c.rank != root:
+                if operation == "reduce" and c.rank != root:
                     expected = mine
-                if verb == "broadcast":
+                if operation == "broadcast":
                     expected = parts[root].view(shape)
-                assert torch.equal(given, expected), (verb, shape, orders)
+                assert torch.equal(given, expected), (operation, shape, orders)
             tensors = [x.clone(), mine.clone()]
             places = [(one.data_ptr(), one.numel()) for one in tensors]
             layouts = [laid(one) for one in tensors]
-            code = native.VERBS["all_reduce_list"]
+            code = native.OPERATIONS["all_reduce_list"]
             assert c.run(code, 0, kind, add, 0, 0, 0, places, [], 0, layouts, TIMEOUT) == OK
             expected = oracle(parts, "SUM", torch.float32).view(shape)
             assert all(torch.equal(one, expected) for one in tensors)
@@ -100,7 +105,7 @@ def test_members_whose_layouts_differ_reduce_element_by_element(size: int) -> No
 def other_calls_in_other_layouts(c: Any) -> list[int]:
     x = torch.ones(6, 4) if c.rank else torch.ones(4, 6).t()
     layouts = [] if c.rank else [laid(x)]
-    arguments = (native.VERBS["all_reduce"], 24, DTYPES["float32"])
+    arguments = (native.OPERATIONS["all_reduce"], 24, DTYPES["float32"])
     found = [
         c.run(*arguments, OPS[op], 0, x.data_ptr(), 0, [], [], fingerprint, layouts, TIMEOUT)
         for op, fingerprint in ((("SUM", "MAX")[c.rank], 0), ("SUM", c.rank), ("SUM", 5))
@@ -109,7 +114,7 @@ def other_calls_in_other_layouts(c: Any) -> list[int]:
     return found
 
 
-def test_calls_that_differ_in_more_than_their_layouts_are_refused() -> None:
+def test_calls_that_differ_in_more_than_their_layouts_are_rejected() -> None:
     mismatch = native.STATUSES["MISMATCH"]
     assert run_ranks(2, other_calls_in_other_layouts) == [[mismatch, mismatch, OK]] * 2
 
@@ -120,12 +125,12 @@ def wrong_layouts(c: Any) -> list[str]:
     for layouts in ([((2, 3), (3,))], [((2, 4), (4, 1))], [((2, 3), (6, 1))], [((), ())] * 2):
         arguments = (6, DTYPES["float32"], OPS["SUM"], 0, x.data_ptr(), 0, [], [], 0, layouts)
         with pytest.raises(ValueError, match="layout") as caught:
-            c.run(native.VERBS["all_reduce"], *arguments, TIMEOUT)
+            c.run(native.OPERATIONS["all_reduce"], *arguments, TIMEOUT)
         texts.append(str(caught.value))
     return texts
 
 
-def test_layouts_that_are_not_those_of_the_buffers_are_refused() -> None:
+def test_layouts_that_are_not_those_of_the_buffers_are_rejected() -> None:
     one = "a layout is not of its buffer"
     several = "as many layouts as buffers are needed"
     assert run_ranks(1, wrong_layouts) == [[one, one, one, several]]
@@ -168,7 +173,7 @@ def test_all_reduce_of_every_dtype_and_op(size: int) -> None:
     run_ranks(size, all_reduce_cases)
 
 
-def verb_cases(c: Any) -> list[bytes]:
+def operation_cases(c: Any) -> list[bytes]:
     n, me = c.size, c.rank
     f32, total, i64 = DTYPES["float32"], OPS["SUM"], DTYPES["int64"]
     digests = []
@@ -211,10 +216,10 @@ def verb_cases(c: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_verbs_of_equal_parts(size: int) -> None:
-    first, *others = run_ranks(size, verb_cases)
+def test_collectives_of_equal_parts(size: int) -> None:
+    first, *others = run_ranks(size, operation_cases)
     assert all(other == first for other in others)  # the same bits on every rank
-    assert run_ranks(size, verb_cases)[0] == first  # and in every run
+    assert run_ranks(size, operation_cases)[0] == first  # and in every run
 
 
 def size_matrix(n: int, seed: int) -> np.ndarray[Any, Any]:
@@ -262,7 +267,7 @@ def ragged_cases(c: Any) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_verbs_of_unequal_parts(size: int) -> None:
+def test_collectives_of_unequal_parts(size: int) -> None:
     run_ranks(size, ragged_cases)
 
 
@@ -280,7 +285,7 @@ def tuned_cases(c: Any) -> None:
         ("fetch_most_bytes", 0),
     ):
         c.set_tuning(name, value)
-        verb_cases(c)
+        operation_cases(c)
         ragged_cases(c)
 
 
@@ -301,7 +306,7 @@ def fetching_cases(c: Any) -> bool:
     for block_bytes in (64, 256 * 1024):
         fetch_all(c, block_bytes)
         all_reduce_cases(c)
-        verb_cases(c)
+        operation_cases(c)
         ragged_cases(c)
         in_place_cases(c)
     return bool(c.reads_others)
@@ -358,7 +363,7 @@ def test_ranks_that_share_cores_use_slots_alone() -> None:
 
 
 def secret_cases(c: Any, first: str) -> list[Any]:
-    """One member gives what the other cannot read, in each verb from ``first`` on."""
+    """One member gives what the other cannot read, in each collective from ``first`` on."""
     num_pages = 100
     mine = secret_memory(num_pages, range(num_pages if c.rank == 1 else 0))
     if mine is None:
@@ -385,9 +390,9 @@ def secret_cases(c: Any, first: str) -> list[Any]:
 
     call(c.barrier)
     found = [c.reads_others]
-    verbs = {"gather": gather, "exchange": exchange, "broadcast": broadcast}
-    for verb in (verbs.pop(first), *verbs.values()):
-        verb()
+    operations = {"gather": gather, "exchange": exchange, "broadcast": broadcast}
+    for operation in (operations.pop(first), *operations.values()):
+        operation()
         found.append(c.reads_others)
     return found
 
@@ -401,7 +406,7 @@ def test_what_others_cannot_read_goes_through_slots(first: str) -> None:
     assert found == [[True, False, False, False]] * 2
 
 
-def secret_sums(c: Any, verb: str, secret: tuple[range, range]) -> list[bool] | None:
+def secret_sums(c: Any, operation: str, secret: tuple[range, range]) -> list[bool] | None:
     """Reduce 64 pages of which those of each rank in ``secret`` cannot be read by the other."""
     mine = secret_memory(64, secret[c.rank])
     if mine is None:
@@ -413,7 +418,7 @@ def secret_sums(c: Any, verb: str, secret: tuple[range, range]) -> list[bool] | 
     expected = given[0] + given[1]
     could_read = c.reads_others
     sums = DTYPES["float32"], OPS["SUM"]
-    if verb == "all_reduce":
+    if operation == "all_reduce":
         call(c.all_reduce, mine.data_ptr(), count, *sums)
         assert torch.equal(mine, expected)
     else:
@@ -434,15 +439,15 @@ SECRETS = {
 
 
 @reads_others
-@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("which", SECRETS)
-def test_what_others_cannot_read_is_reduced_by_slots(verb: str, which: str) -> None:
-    body = partial(secret_sums, verb=verb, secret=SECRETS[which])
+def test_what_others_cannot_read_is_reduced_by_slots(operation: str, which: str) -> None:
+    body = partial(secret_sums, operation=operation, secret=SECRETS[which])
     found = run_ranks(2, body, is_crowded=False)
     if found[0] is None:
         pytest.skip("this kernel has no secret memory")
     # A rank's own part of a reduce-scatter is read by nobody else.
-    is_unread = verb == "reduce_scatter" and which.endswith(("itself", "last"))
+    is_unread = operation == "reduce_scatter" and which.endswith(("itself", "last"))
     assert found == [[True, is_unread]] * 2
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.load import is_within
 from tests.native.ranks import OK, Killed, run_ranks
 
@@ -32,7 +32,7 @@ def reduce_some(c: Any, count: int = 1000, dtype: str = "float32", op: str = "SU
 
 
 DISAGREEMENTS: dict[str, tuple[Callable[[Any], int], Callable[[Any], int]]] = {
-    "verb": (reduce_some, lambda c: c.barrier(TIMEOUT)),
+    "operation": (reduce_some, lambda c: c.barrier(TIMEOUT)),
     "dtype": (reduce_some, lambda c: reduce_some(c, dtype="int32")),
     "op": (reduce_some, lambda c: reduce_some(c, op="MAX")),
     "count": (reduce_some, lambda c: reduce_some(c, count=1001)),
@@ -41,7 +41,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Any], int], Callable[[Any], int]]] = {
         lambda c: c.broadcast(torch.ones(9).data_ptr(), 9, F32, 0, TIMEOUT),
         lambda c: c.broadcast(torch.ones(9).data_ptr(), 9, F32, 1, TIMEOUT),
     ),
-    "ragged verb": (
+    "ragged collective": (
         lambda c: c.all_gather(torch.ones(9).data_ptr(), torch.ones(9).data_ptr(), 3, F32, TIMEOUT),
         lambda c: c.all_to_all([0] * c.size, [0] * c.size, [0] * c.size, [0] * c.size, 1, TIMEOUT),
     ),
@@ -80,12 +80,12 @@ def test_sizes_that_do_not_fit_each_other_are_told_to_every_rank() -> None:
     assert run_ranks(3, body) == [(STATUSES["MISMATCH"], text, 2)] * 3
 
 
-def large_call(c: Any, verb: str) -> int:
+def large_call(c: Any, operation: str) -> int:
     n, count = c.size, HUGE // 8
     x = torch.zeros(count)
     part = count // n
     p = x.data_ptr()
-    if verb == "send":
+    if operation == "send":
         peer = 1 - c.rank if c.rank < 2 else None
         if peer is None:
             return c.recv(p, count, F32, 1, 3, TIMEOUT)
@@ -105,10 +105,10 @@ def large_call(c: Any, verb: str) -> int:
         "reduce_scatter": lambda: c.reduce_scatter(parts[c.rank], p, part, F32, SUM, TIMEOUT),
         "all_to_all": lambda: c.all_to_all(parts, [part] * n, parts, [part] * n, F32, TIMEOUT),
         "barrier": lambda: c.barrier(TIMEOUT),
-    }[verb]()
+    }[operation]()
 
 
-VERBS = [
+OPERATIONS = [
     "all_reduce",
     "reduce",
     "broadcast",
@@ -127,28 +127,28 @@ def told(failure: Any) -> tuple[int, int, list[bool]]:
     return failure.status, failure.culprit, failure.has_exited
 
 
-def until_failure(c: Any, verb: str) -> Any:
+def until_failure(c: Any, operation: str) -> Any:
     """Call it again and again; one member ends by itself when it was told to."""
     started = time.monotonic()
     while time.monotonic() < started + TIMEOUT:
-        status = large_call(c, verb)
+        status = large_call(c, operation)
         if status != OK:
-            failure = c.last_transfer_failure() if verb == "send" else c.last_failure()
+            failure = c.last_transfer_failure() if operation == "send" else c.last_failure()
             return status, told(failure), time.monotonic()
     return None
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, "exit"])
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_member_that_dies_in_the_middle_is_noticed_within_a_second(
-    verb: str, how: signal.Signals | str
+    operation: str, how: signal.Signals | str
 ) -> None:
     died: list[float] = []
 
     def body(c: Any) -> Any:
         if how == "exit" and c.rank == 1:
             threading.Timer(0.25, os._exit, (3,)).start()
-        return until_failure(c, verb)
+        return until_failure(c, operation)
 
     def meanwhile(pids: list[int]) -> None:
         time.sleep(0.25)
@@ -160,7 +160,7 @@ def test_a_member_that_dies_in_the_middle_is_noticed_within_a_second(
     assert isinstance(killed, Killed)
     for status, (cause, culprit, has_exited), noticed in (first, third):
         assert status in (STATUSES["DIED"], STATUSES["ABORTED"])
-        if verb != "send":
+        if operation != "send":
             assert culprit == 1
             assert cause == STATUSES["DIED"]
         assert has_exited == [False, True, False]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native.ranks import OK, run_ranks
 from tests.native.reading import PAGE, reads_others, secret_memory
 
@@ -49,7 +49,9 @@ def run_shared(size: int, body: Callable[..., Any]) -> list[Any]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("who", ["all", "some", "none"])
 @pytest.mark.parametrize("fetches", [False, True])
-def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str, fetches: bool) -> None:
+def test_collectives_give_the_same_wherever_the_input_lies(
+    size: int, who: str, fetches: bool
+) -> None:
     def body(c: Any, mine: torch.Tensor) -> None:
         n, me = c.size, c.rank
         if fetches:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native.ranks import OK, run_ranks
 
 F32, SUM = native.DTYPES["float32"], native.OPS["SUM"]
@@ -44,7 +44,7 @@ def reserved() -> int:
 
 
 def forbid_more() -> None:
-    """Let the kernel refuse to reserve more than the first parts, in this process."""
+    """Let the kernel reject to reserve more than the first parts, in this process."""
     start, end = mapping()
     begin = end - (native.segment_bytes(2, SLOT, RING) - first_bytes())
     libc = ctypes.CDLL(None, use_errno=True)

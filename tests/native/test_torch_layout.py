@@ -10,7 +10,7 @@ from tests.pool import Pool
 
 PROGRAM = """
 import sys, torch, meshdist as md
-from meshdist.wires.core import core
+from meshdist.backends.native_core import core
 
 md.init_process_group("shm", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 path = None
@@ -96,7 +96,7 @@ def test_what_is_written_is_told_to_autograd_once(answers: dict[str, list[str]])
 
 FIRST_CALL = """
 import sys, torch, meshdist as md
-from meshdist.wires.core import core
+from meshdist.backends.native_core import core
 
 md.init_process_group("shm", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 with eval(sys.argv[2]):

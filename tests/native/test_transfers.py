@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native import ranks
 from tests.native.ranks import OK
 from tests.native.reading import reads_others, secret_memory
@@ -216,7 +216,7 @@ def unlike(c: Any) -> dict[str, Any]:
     return found
 
 
-def test_unlike_messages_are_refused_and_the_rest_goes_on() -> None:
+def test_unlike_messages_are_rejected_and_the_rest_goes_on() -> None:
     mismatch = native.STATUSES["MISMATCH"]
     sender, receiver = run_ranks(2, unlike)
     assert receiver == {SMALL: mismatch, LARGE: mismatch}

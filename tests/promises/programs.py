@@ -15,14 +15,14 @@ from zlib import crc32
 import torch
 
 import meshdist as md
-from tests.inner import program as program_room
+from tests.inner import call_sites as program_room
 
 __all__ = [
     "abort_frees_all",
-    "arguments_that_are_refused_break_nothing",
-    "closed_groups_refuse",
+    "arguments_that_are_rejected_break_nothing",
+    "closed_groups_reject",
     "dropped_works_are_told",
-    "forked_children_are_refused",
+    "forked_children_are_rejected",
     "large",
     "layouts_may_differ",
     "left_ranks_are_named",
@@ -30,7 +30,7 @@ __all__ = [
     "monitored_barriers_name",
     "new_groups_follow_broken_ones",
     "objects_that_cannot_be_pickled",
-    "outsiders_are_refused",
+    "outsiders_are_rejected",
     "shared_memory_or_none",
     "sums_are_the_same_bits_in_each_call",
     "sums_are_the_same_bits_on_all_ranks",
@@ -124,8 +124,10 @@ def timeouts_name() -> str:
 
 
 def is_told_of_a_timeout(found: list[str]) -> bool:
-    is_late = found[0].startswith("CollectiveTimeoutError: all_reduce on group of ranks 0-1 was")
-    return is_late and "rank 1: did not arrive; last call " in found[0]
+    is_late = found[0].startswith(
+        "CollectiveTimeoutError: all_reduce on group of ranks 0-1 timed out"
+    )
+    return is_late and "rank 1: did not reach this call; last call " in found[0]
 
 
 def left_ranks_are_named() -> str:
@@ -155,16 +157,16 @@ def mismatches_move_nothing() -> str:
     told = [error_of(lambda: md.all_reduce(x, group=group)) for _ in range(2)]
     md.set_debug_level(md.DebugLevel.OFF)
     md.barrier()
-    is_one = told[0].startswith("AgreementError") and "rank 2: all_reduce((4,)" in told[0]
+    is_one = told[0].startswith("MismatchError") and "rank 2: all_reduce((4,)" in told[0]
     is_broken = bool(told[1])
     stays = is_between_hosts or md.get_backend(group) in ("shm", "simulated")
-    stays |= f"rank {rank} saw it before it sent any data" in told[0]
+    stays |= f"rank {rank} detected it before it sent any data" in told[0]
     is_kept = not stays or bool((x == rank).all())
     return unless(is_one and is_broken and is_kept, f"{told}, {x}")
 
 
 def new_groups_follow_broken_ones() -> str:
-    """A group that was aborted refuses every call; a new one of the same ranks is whole."""
+    """A group that was aborted rejects every call; a new one of the same ranks is whole."""
     group = md.new_group()
     md.all_reduce(torch.ones(1), group=group)
     md.barrier()
@@ -205,9 +207,10 @@ def monitored_barriers_name() -> str:
 
 
 def dropped_works_are_told() -> str:
-    """A Work that is dropped before anything has waited for it is warned of; the verb goes on."""
+    """A Work that is dropped before anything has waited for it is warned of; the collective goes
+    on."""
     x = torch.ones(2)
-    program_room.warned_places.clear()  # this process may have warned for another wire
+    program_room.warned_places.clear()  # this process may have warned for another backend
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         md.all_reduce(x, async_op=True)
@@ -220,8 +223,8 @@ def dropped_works_are_told() -> str:
     return unless(is_done and sum(everyone) > 0, f"{told}, {x}")
 
 
-def forked_children_are_refused() -> str:
-    """A forked child may ask for its rank; every verb raises, and the parent goes on."""
+def forked_children_are_rejected() -> str:
+    """A forked child may ask for its rank; every collective raises, and the parent goes on."""
     x = torch.ones(1)
     md.all_reduce(x)
     read, write = os.pipe()
@@ -233,8 +236,8 @@ def forked_children_are_refused() -> str:
             lambda: md.new_group(),
         ]
         told = [error_of(call)[:200] for call in calls]
-        refused = sum("WorldError: a forked child cannot" in one for one in told)
-        os.write(write, f"{md.get_rank()}: {refused} of 3 {told if refused < 3 else ''}".encode())
+        rejected = sum("WorldError: a forked child cannot" in one for one in told)
+        os.write(write, f"{md.get_rank()}: {rejected} of 3 {told if rejected < 3 else ''}".encode())
         os._exit(0)
     os.close(write)
     os.waitpid(child, 0)
@@ -256,7 +259,7 @@ def worlds_come_again() -> str:
     return ""
 
 
-def outsiders_are_refused() -> str:
+def outsiders_are_rejected() -> str:
     """A rank outside a group gets an error, and sends nothing; members go on."""
     group = md.new_group([0, 2])
     x = torch.ones(1)
@@ -266,7 +269,7 @@ def outsiders_are_refused() -> str:
     return told or unless(x.item() == 2, f"{x}")
 
 
-def arguments_that_are_refused_break_nothing() -> str:
+def arguments_that_are_rejected_break_nothing() -> str:
     x = torch.ones(2)
     told = [
         error_of(lambda: md.all_reduce(x, op="no op")),
@@ -277,7 +280,7 @@ def arguments_that_are_refused_break_nothing() -> str:
     return unless(all(told) and x.tolist() == [md.get_world_size()] * 2, f"{told}")
 
 
-def closed_groups_refuse() -> str:
+def closed_groups_reject() -> str:
     group = md.new_group()
     md.barrier(group)
     md.destroy_process_group(group)

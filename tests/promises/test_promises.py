@@ -1,4 +1,4 @@
-"""Every promise on every wire: the programs of the table, and the page that is made of it."""
+"""Every promise on every backend: the programs of the table, and the page that is made of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
-from tests.promises.table import COLUMNS, PAGE, PROMISES, Promise, function_of, page, wires_of
+from tests.promises.table import COLUMNS, PAGE, PROMISES, Promise, backends_of, function_of, page
 from tests.two_hosts import two_hosts_of
-from tests.verbs.cases import WIRES
 
 ALL = [promise for promises in PROMISES.values() for promise in promises]
 
@@ -23,24 +23,24 @@ def on_two_hosts(pool: Pool, fn: Any, size: int, *args: Any) -> list[Any]:
     return two_hosts_of(pool).run(fn, size, *args, timeout_s=120.0, backend="gloo", hosts=hosts)
 
 
-ON = {**WIRES, "namespaces": on_two_hosts}
+ON = {**BACKENDS, "namespaces": on_two_hosts}
 RUNS = [
     pytest.param(
-        wire,
+        backend,
         promise,
-        id=f"{wire}-{promise.name}",
-        marks=[pytest.mark.soak] if wire in promise.soak else [],
+        id=f"{backend}-{promise.name}",
+        marks=[pytest.mark.soak] if backend in promise.soak else [],
     )
     for promise in ALL
-    for wire in ON
-    if any(f"test_it_is_kept[{wire}-" in way for way in promise.ways(wire))
+    for backend in ON
+    if any(f"test_it_is_kept[{backend}-" in way for way in promise.ways(backend))
 ]
 
 
-@pytest.mark.parametrize(("wire", "promise"), RUNS)
-def test_it_is_kept(wire: str, promise: Promise, pool: Pool) -> None:
+@pytest.mark.parametrize(("backend", "promise"), RUNS)
+def test_it_is_kept(backend: str, promise: Promise, pool: Pool) -> None:
     assert promise.program is not None
-    found = ON[wire](pool, promise.program, promise.size)
+    found = ON[backend](pool, promise.program, promise.size)
     assert promise.judge(found), found
 
 
@@ -61,7 +61,7 @@ def arguments_of(test: str) -> list[dict[str, Any]]:
             row = dict(zip(names, given if len(names) > 1 else [given], strict=True))
             if isinstance(value, ParameterSet) and len(names) == 1:
                 row = {names[0]: value.values[0]}
-            if row.get("wire", "gloo across hosts") == "gloo across hosts":
+            if row.get("backend", "gloo across hosts") == "gloo across hosts":
                 rows.append(row)
         cases = [{**case, **row} for case in cases for row in rows]
     return cases
@@ -80,7 +80,7 @@ def test_over_two_hosts(test: str, pool: Pool, tmp_path: Path) -> None:
         folder.mkdir()
         fixtures = {"pool": pool, "tmp_path": folder}
         more = {name: one for name, one in fixtures.items() if name in wanted}
-        with mock.patch.dict(WIRES, **{"gloo across hosts": on_two_hosts}):
+        with mock.patch.dict(BACKENDS, **{"gloo across hosts": on_two_hosts}):
             function(**case, **more)
 
 
@@ -89,23 +89,23 @@ def test_the_page_is_that_of_the_table() -> None:
 
 
 def test_every_cell_has_a_test_or_says_what_differs() -> None:
-    empty = [(one.text, wire) for one in ALL for wire in COLUMNS if not one.cell(wire)]
+    empty = [(one.text, backend) for one in ALL for backend in COLUMNS if not one.cell(backend)]
     assert empty == []
     for promise in ALL:
         assert "](" in promise.text
-        assert all("](" in text or wire == "" for wire, text in promise.differs.items())
+        assert all("](" in text or backend == "" for backend, text in promise.differs.items())
 
 
 def test_every_named_test_exists_and_runs_there() -> None:
     for promise in ALL:
         for test in promise.tests:
-            assert wires_of(test), test
+            assert backends_of(test), test
         for test in promise.others.values():
             assert callable(function_of(test))
 
 
 def test_a_test_that_does_not_exist_is_found() -> None:
     with pytest.raises(AttributeError):
-        function_of("tests/verbs/test_table.py::test_nothing")
-    assert wires_of("tests/verbs/test_table.py::test_all_cases")["gloo"]  # in soak alone
-    assert not wires_of("tests/verbs/test_table.py::test_sample")["gloo"]
+        function_of("tests/operations/test_table.py::test_nothing")
+    assert backends_of("tests/operations/test_table.py::test_all_cases")["gloo"]  # in soak alone
+    assert not backends_of("tests/operations/test_table.py::test_sample")["gloo"]

@@ -13,14 +13,14 @@ import pytest
 
 from meshdist.runtime import hosts
 from meshdist.runtime.hosts import (
-    ProcessCard,
+    ProcessInfo,
     find_thread_lack,
     free_bytes,
     host_identity,
     is_alive,
     is_stopped,
     make_descriptor_room,
-    my_card,
+    my_process_info,
     process_start,
 )
 from tests.few_files import room_for
@@ -28,21 +28,21 @@ from tests.stopping import stop
 
 
 def test_this_process_lives() -> None:
-    card = my_card()
-    assert card.pid == os.getpid()
-    assert is_alive(card) is True
-    assert str(card) == f"process {os.getpid()} on {card.hostname}"
+    process_info = my_process_info()
+    assert process_info.pid == os.getpid()
+    assert is_alive(process_info) is True
+    assert str(process_info) == f"process {os.getpid()} on {process_info.hostname}"
 
 
 def test_a_card_goes_through_json() -> None:
-    card = my_card()
-    assert ProcessCard.from_json({**card.to_json(), "more": 1}) == card
+    process_info = my_process_info()
+    assert ProcessInfo.from_json({**process_info.to_json(), "more": 1}) == process_info
 
 
 @pytest.mark.parametrize("change", [{"pid": "1"}, {"pid": True}, {"host": None}, {"start": 5}])
-def test_what_is_no_card_is_refused(change: dict[str, object]) -> None:
+def test_what_is_no_card_is_rejected(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="names no process"):
-        ProcessCard.from_json({**my_card().to_json(), **change})
+        ProcessInfo.from_json({**my_process_info().to_json(), **change})
 
 
 def test_files_that_can_still_be_opened() -> None:
@@ -87,14 +87,14 @@ def test_threads_that_the_control_group_lets_start(
 
 
 def test_whether_a_process_lives_is_not_known_where_no_file_can_be_opened() -> None:
-    card, usual = my_card(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    process_info, usual = my_process_info(), resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, usual[1]))
-        assert is_alive(card) is None
-        unseen = my_card()
+        assert is_alive(process_info) is None
+        unseen = my_process_info()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-    assert unseen == dataclasses.replace(card, start="")
+    assert unseen == dataclasses.replace(process_info, start="")
     assert is_alive(unseen) is None
 
 
@@ -103,37 +103,42 @@ def test_a_process_that_has_ended() -> None:
     try:
         start = process_start(child.pid)
         assert start is not None
-        card = dataclasses.replace(my_card(), pid=child.pid, start=start)
-        assert is_alive(card) is True
+        process_info = dataclasses.replace(my_process_info(), pid=child.pid, start=start)
+        assert is_alive(process_info) is True
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert is_alive(card) is False  # ended, and not waited for yet
+        assert is_alive(process_info) is False  # ended, and not waited for yet
     finally:
         child.communicate()
-    assert is_alive(card) is False
+    assert is_alive(process_info) is False
     assert process_start(child.pid) is None
 
 
 def test_a_process_that_is_stopped() -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
-        card = dataclasses.replace(my_card(), pid=child.pid, start=process_start(child.pid) or "")
-        assert not is_stopped(card)
+        process_info = dataclasses.replace(
+            my_process_info(), pid=child.pid, start=process_start(child.pid) or ""
+        )
+        assert not is_stopped(process_info)
         stop(child.pid)
-        assert is_stopped(card)
-        assert not is_stopped(dataclasses.replace(card, start="0"))
+        assert is_stopped(process_info)
+        assert not is_stopped(dataclasses.replace(process_info, start="0"))
     finally:
         child.kill()
         child.wait()
 
 
 def test_a_number_that_was_given_again() -> None:
-    card = dataclasses.replace(my_card(), start="1")
-    assert is_alive(card) is False
+    process_info = dataclasses.replace(my_process_info(), start="1")
+    assert is_alive(process_info) is False
 
 
 def test_what_cannot_be_seen_from_here() -> None:
-    assert is_alive(dataclasses.replace(my_card(), host="other/1", hostname="elsewhere")) is None
+    assert (
+        is_alive(dataclasses.replace(my_process_info(), host="other/1", hostname="elsewhere"))
+        is None
+    )
 
 
 def test_a_host_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

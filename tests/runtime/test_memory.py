@@ -85,10 +85,10 @@ def test_a_system_without_huge_pages_or_memory(
     place = of_mib(4).data_ptr()
     assert of_mib(4).data_ptr() == place
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", reject)
     assert of_mib(16).fill_(3).eq(3).all()
     monkeypatch.setattr(mmap, "mmap", Poor)
     of_mib(4)

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 import meshdist as md
+from tests.backends.simulated.waits import pass_round
 from tests.inner import Scheduler
-from tests.wires.simulated.waits import pass_round
 
 
 def draws() -> list[Any]:

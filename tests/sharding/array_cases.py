@@ -32,7 +32,7 @@ def held(x: md.ShardedArray) -> Held:
 
 
 def assemble(shards: Sequence[Held]) -> Any:
-    """The whole: what savers hold, summed where several hold summands; replicas are equal."""
+    """The whole: what savers hold, summed where several hold partial sums; replicas are equal."""
     shape = shards[0].shape
     whole = np.zeros(shape, dtype=np.result_type(*(one.local.dtype for one in shards)))
     covered = np.zeros(shape, dtype=bool)

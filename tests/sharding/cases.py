@@ -85,26 +85,26 @@ def pairs(
 
 
 def whole_array(shape: tuple[int, ...], seed: int = 0) -> Array:
-    """Whole numbers, so that sums are exact in any order."""
+    """Integers, so that sums are exact in any order."""
     return np.random.default_rng(seed).integers(-1000, 1000, shape)
 
 
 def shards(placement: Placement, whole: Array) -> dict[Coordinate, Array]:
-    """What each rank holds; along unreduced axes summands of the whole, all but one drawn."""
+    """What each rank holds; along unreduced axes partial sums of the whole, all but one drawn."""
     sizes, axes = placement.mesh_sizes, placement.unreduced
-    summands: dict[Coordinate, Array] = {}
+    partial_sums: dict[Coordinate, Array] = {}
     for number, at in enumerate(product(*(range(sizes[axis]) for axis in axes))):
-        summands[at] = whole_array(whole.shape, 1000 + number)
+        partial_sums[at] = whole_array(whole.shape, 1000 + number)
     last = tuple(sizes[axis] - 1 for axis in axes)
-    summands[last] = whole - sum(part for at, part in summands.items() if at != last)
+    partial_sums[last] = whole - sum(part for at, part in partial_sums.items() if at != last)
     return {
-        rank: summands[tuple(rank[axis] for axis in axes)][index_of(placement.box(rank))]
+        rank: partial_sums[tuple(rank[axis] for axis in axes)][index_of(placement.box(rank))]
         for rank in coordinates(sizes)
     }
 
 
 def assert_lies(placement: Placement, whole: Array, held: dict[Coordinate, Array]) -> None:
-    """The arrays of all ranks are the shards of ``whole``, or summands of them."""
+    """The arrays of all ranks are the shards of ``whole``, or partial sums of them."""
     sums: dict[Coordinate, Any] = {}
     for rank, local in held.items():
         assert local.shape == placement.local_shape(rank)
@@ -158,7 +158,7 @@ def lacking(source: Placement, target: Placement, rank: Coordinate) -> Array:
 
 
 def fewest_received(source: Placement, target: Placement) -> int:
-    """The bound: per element summands + destinations - 1, less 1 if a destination holds one.
+    """The bound: per element partial sums + destinations - 1, less 1 if a destination holds one.
 
     Without a sum: the elements that each rank lacks.
     """
@@ -166,7 +166,7 @@ def fewest_received(source: Placement, target: Placement) -> int:
     if not summed_axes(source, target):
         ranks = coordinates(sizes)
         return sum(int(lacking(source, target, rank).sum()) for rank in ranks)
-    summands = math.prod(sizes[axis] for axis in summed_axes(source, target))
+    partial_sums = math.prod(sizes[axis] for axis in summed_axes(source, target))
     kept = [axis for axis in target.unreduced if axis in source.unreduced]
     groups: dict[Coordinate, list[Coordinate]] = {}
     for rank in coordinates(sizes):
@@ -179,7 +179,7 @@ def fewest_received(source: Placement, target: Placement) -> int:
             here = destined(source, target, rank)
             destinations += here
             is_held |= here & mask(source, rank)
-        least = summands + destinations - 1 - is_held
+        least = partial_sums + destinations - 1 - is_held
         total += int(least[destinations > 0].sum())
     return total
 

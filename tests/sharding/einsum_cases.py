@@ -141,7 +141,7 @@ def product(case: Case, wholes: list[torch.Tensor]) -> torch.Tensor:
     return torch.einsum(f"{left}->{out}", *parts).reshape(case.result.shape(case.sizes))
 
 
-class Summands:
+class PartialSums:
     """A whole array as a sum over the coordinates along some axes, and a rank's part of it."""
 
     def __init__(
@@ -198,8 +198,8 @@ def check(case: Case, mesh: Any, *, typed: bool, second: bool, exact: bool = Tru
     draws = np.random.default_rng(case.seed)
     second = second and len(case.operands) > 1
 
-    def drawn(array: Array, axes: Any) -> Summands:
-        return Summands(draws, array, case, mesh, axes, exact=exact)
+    def drawn(array: Array, axes: Any) -> PartialSums:
+        return PartialSums(draws, array, case, mesh, axes, exact=exact)
 
     held = [drawn(x, x.unreduced) for x in case.operands]
     # The cotangent of what is unreduced is reduced, and that of what is reduced unreduced.

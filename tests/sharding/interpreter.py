@@ -1,4 +1,4 @@
-"""Plans of all ranks carried out on NumPy arrays, without a wire: what each step means."""
+"""Plans of all ranks carried out on NumPy arrays, without a backend: what each step means."""
 
 from __future__ import annotations
 

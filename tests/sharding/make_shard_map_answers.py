@@ -1,4 +1,4 @@
-"""Asks JAX what its ``shard_map`` gives for programs of its tutorial, and what it refuses.
+"""Asks JAX what its ``shard_map`` gives for programs of its tutorial, and what it rejects.
 
     pip install jax==0.10.2        # into an environment of its own
     python tests/sharding/make_shard_map_answers.py > tests/sharding/shard_map_answers.json
@@ -153,7 +153,7 @@ PROGRAMS: dict[str, tuple[Any, Specs, Any]] = {
 
 
 def refusals(P: Any) -> dict[str, dict[str, Any]]:
-    """Calls that one of the two may refuse: how the arguments lie, and what shard_map is given."""
+    """Calls that one of the two may reject: how the arguments lie, and what shard_map is given."""
     rows = {"lies": [P("i")], "in_specs": P("i"), "out_specs": P("i")}
     two = {**rows, "lies": [P("i"), P("i")], "body": lambda of, x, y: x + y}
     summed = {**rows, "body": lambda of, x: of.lax.pcast(x, "i", to="unreduced")}
@@ -179,11 +179,11 @@ def refusals(P: Any) -> dict[str, dict[str, Any]]:
         "a varying result that leaves its axis out": {**rows, "out_specs": P()},
         "the same, unchecked": {**rows, "out_specs": P(), "check_vma": False},
         "an equal result that mentions an axis": {**rows, "out_specs": P("i", "j")},
-        "summands": {**summed, "out_specs": P(unreduced={"i"})},
-        "varying values as summands": {**rows, "out_specs": P(unreduced={"i"})},
-        "equal values as summands": {**rows, "out_specs": P("i", unreduced={"j"})},
-        "summands that are not said": {**summed, "out_specs": P()},
-        "summands that mention their axis": {**summed, "out_specs": P("i")},
+        "partial_sums": {**summed, "out_specs": P(unreduced={"i"})},
+        "varying values as partial sums": {**rows, "out_specs": P(unreduced={"i"})},
+        "equal values as partial sums": {**rows, "out_specs": P("i", unreduced={"j"})},
+        "partial sums that are not said": {**summed, "out_specs": P()},
+        "partial sums that mention their axis": {**summed, "out_specs": P("i")},
         "reduced and not said": {
             **rows,
             "body": lambda of, x: of.lax.pcast(x, "j", to="reduced"),
@@ -205,7 +205,7 @@ def refusals(P: Any) -> dict[str, dict[str, Any]]:
 
 
 def numbers(shapes: Any, seed: int = 0) -> Any:
-    """A tree of whole numbers as float64, in the place of each shape."""
+    """A tree of integers as float64, in the place of each shape."""
     if isinstance(shapes, dict):
         return {name: numbers(shapes[name], seed + at) for at, name in enumerate(sorted(shapes))}
     if isinstance(shapes, list) or (shapes and isinstance(shapes[0], (tuple, list))):
@@ -297,7 +297,7 @@ def main() -> None:
     table = {
         "jax": jax.__version__,
         "programs": {name: program(name) for name in PROGRAMS},
-        "refused": {name: refusal(**given) for name, given in refusals(P).items()},
+        "rejected": {name: refusal(**given) for name, given in refusals(P).items()},
     }
     print(written(table))
 

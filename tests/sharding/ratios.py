@@ -1,7 +1,7 @@
 """How near plans with sums come to the bound: ``python -m tests.sharding.ratios`` writes the table.
 
-The bound is, per element, summands + destinations - 1, less one if a destination holds a summand:
-what must be sent however it is done. It may not be reachable itself.
+The bound is, per element, partial sums + destinations - 1, less one if a destination holds a
+partial sum: what must be sent however it is done. It may not be reachable itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def received(source: Placement, target: Placement) -> int:
     return sum(make_plan(source, target, rank).bytes_received(1) for rank in ranks)
 
 
-def drawn_cases(seed: int, count: int) -> Iterator[tuple[Placement, Placement]]:
+def random_cases(seed: int, count: int) -> Iterator[tuple[Placement, Placement]]:
     """Random pairs with a sum, of even and of uneven sizes."""
     drawn = random.Random(seed)
     while count:
@@ -61,16 +61,16 @@ def drawn_placement(
     drawn: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...], unreduced: float
 ) -> Placement:
     axes = drawn.sample(range(len(mesh)), len(mesh))
-    summands = [axis for axis in axes if drawn.random() < unreduced]
-    homes = {axis: drawn.randint(-1, len(shape) - 1) for axis in axes if axis not in summands}
+    partial_sums = [axis for axis in axes if drawn.random() < unreduced]
+    homes = {axis: drawn.randint(-1, len(shape) - 1) for axis in axes if axis not in partial_sums}
     cut = [tuple(axis for axis in homes if homes[axis] == dim) for dim in range(len(shape))]
-    return placed(mesh, shape, *cut, unreduced=tuple(sorted(summands)))
+    return placed(mesh, shape, *cut, unreduced=tuple(sorted(partial_sums)))
 
 
 def ratios(seed: int, count: int) -> dict[str, list[float]]:
     """Received elements over the bound, by kind of transition."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for source, target in drawn_cases(seed, count):
+    for source, target in random_cases(seed, count):
         bound = fewest_received(source, target)
         ratio = received(source, target) / bound if bound else 1.0
         found[kind_of(source, target)].append(ratio)
@@ -99,8 +99,8 @@ def written() -> str:
     lines = [
         "# Received elements over the bound",
         "",
-        "Written by `python -m tests.sharding.ratios`. The bound is, per element, summands +",
-        "destinations - 1, less one if a destination holds a summand.",
+        "Written by `python -m tests.sharding.ratios`. The bound is, per element, partial sums +",
+        "destinations - 1, less one if a destination holds a partial sum.",
         "",
         f"{CASES} random transitions with a sum, on meshes of up to 3 axes and 16 ranks, arrays of",
         "up to 3 dims, half of them of uneven sizes:",
@@ -118,7 +118,7 @@ def written() -> str:
     lines += [
         "",
         "Of an array T of 48 x 48 (S0: dim 0 is cut along this axis, R: ranks are equal, P: each",
-        "holds a summand), received per rank, as a mean, and over the bound:",
+        "holds a partial sum), received per rank, as a mean, and over the bound:",
         "",
         "| transition | " + " | ".join(f"mesh {mesh}" for mesh in TABLE_MESHES) + " |",
         "|---|" + "---|" * len(TABLE_MESHES),

@@ -1,4 +1,4 @@
-"""What tests of resharding share: shards cut by NumPy, one coordinate at a time; drawn cases."""
+"""What tests of resharding share: shards cut by NumPy, one coordinate at a time; random cases."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def kept(lie: Lie, shape: Sequence[int], sizes: Sequence[int], at: Coordinate) -
 
 
 def along(lie: Lie, at: Coordinate) -> Coordinate:
-    """The summand that a rank holds: its coordinates along the unreduced axes."""
+    """The partial sum that a rank holds: its coordinates along the unreduced axes."""
     return tuple(at[axis] for axis in lie.unreduced)
 
 
@@ -70,7 +70,7 @@ def integers(shape: Sequence[int], seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-8, 9, tuple(shape)).astype(np.float64)
 
 
-def summands(lie: Lie, shape: Sequence[int], sizes: Sequence[int], seed: int) -> dict[Any, Any]:
+def partial_sums(lie: Lie, shape: Sequence[int], sizes: Sequence[int], seed: int) -> dict[Any, Any]:
     """A whole array of integers for each place along the unreduced axes; the value is their sum."""
     places = list(np.ndindex(*(sizes[axis] for axis in lie.unreduced)))
     return {place: integers(shape, seed + number) for number, place in enumerate(places)}
@@ -79,7 +79,7 @@ def summands(lie: Lie, shape: Sequence[int], sizes: Sequence[int], seed: int) ->
 def shards(
     lie: Lie, shape: Sequence[int], sizes: Sequence[int], wholes: Mapping[Any, np.ndarray]
 ) -> dict[Coordinate, np.ndarray]:
-    """What each rank holds of an array with these summands."""
+    """What each rank holds of an array with these partial sums."""
     return {
         at: np.asarray(wholes[along(lie, at)][np.ix_(*kept(lie, shape, sizes, at))])
         for at in np.ndindex(*sizes)
@@ -154,9 +154,9 @@ def move(
     at = mesh.get_coordinate()
     assert at is not None
     there, here = target.sharding(mesh), source.sharding(mesh)
-    local = shards(source, shape, sizes, summands(source, shape, sizes, seed))[at]
+    local = shards(source, shape, sizes, partial_sums(source, shape, sizes, seed))[at]
     back = target.cotangent
-    given = shards(back, shape, sizes, summands(back, shape, sizes, seed + 100))[at]
+    given = shards(back, shape, sizes, partial_sums(back, shape, sizes, seed + 100))[at]
     x = torch.from_numpy(local.copy()).requires_grad_()
     before = x.detach().clone()
     cotangent = torch.from_numpy(given.copy()).requires_grad_()
@@ -179,10 +179,10 @@ def check_move(
 ) -> None:
     """Check what ``move`` returned on all ranks against whole arrays, exactly."""
     found = {result[0]: result for result in results}
-    x = summands(source, shape, sizes, seed)
+    x = partial_sums(source, shape, sizes, seed)
     moved = value(target, shape, sizes, {at: one[1] for at, one in found.items()})
     assert np.array_equal(moved, sum(x.values()))
-    back = summands(target.cotangent, shape, sizes, seed + 100)
+    back = partial_sums(target.cotangent, shape, sizes, seed + 100)
     grad = value(source.cotangent, shape, sizes, {at: one[3] for at, one in found.items()})
     assert np.array_equal(grad, sum(back.values()))
     for _, y, _, _, again in results:

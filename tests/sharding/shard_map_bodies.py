@@ -58,7 +58,8 @@ def bodies(draw: Any) -> Body:
 def possible(
     dims: list[tuple[str, ...]], lengths: list[int], size_of: dict[str, int], *, is_even: bool
 ) -> list[Step]:
-    """The steps that an array that lies so can take; verbs of parts only where these are equal."""
+    """The steps that an array that lies so can take; collectives of parts only where these are
+    equal."""
     found: list[Step] = [("shift",), ("scale",), ("closed",), ("product",), ("sum", 0), ("sum", 1)]
     if not is_even:
         return found
@@ -133,7 +134,7 @@ def on_one_device(
 
 
 def plain(name: str, x: torch.Tensor, w: torch.Tensor, closed: torch.Tensor) -> torch.Tensor:
-    """A step without verbs, the same on shards and on the whole."""
+    """A step without collectives, the same on shards and on the whole."""
     if name == "shift":
         return 2 * x - 1
     if name == "scale":
@@ -142,7 +143,7 @@ def plain(name: str, x: torch.Tensor, w: torch.Tensor, closed: torch.Tensor) -> 
 
 
 def leaves_of(body: Body) -> list[torch.Tensor]:
-    """Whole numbers for x, w and closed, as leaves."""
+    """Integers for x, w and closed, as leaves."""
     count = math.prod(body.shape)
     x = (torch.arange(count, dtype=torch.float64) * 5 % 7 - 3).view(body.shape)
     w, closed = torch.tensor([2.0, -3.0], dtype=torch.float64)

@@ -61,7 +61,7 @@ ALSO_PASSING = {"": set(), "add": {"UU"}, "multiply": {"UR", "RU"}, "first": {"U
 
 
 def expected_kinds(x: P, y: P, linearity: str) -> list[str] | None:
-    """The kind of the result along each axis, None where the operands must be refused."""
+    """The kind of the result along each axis, None where the operands must be rejected."""
     pairs = [kinds(x, axis) + kinds(y, axis) for axis in NAMES[:2]]
     if not {*pairs} <= PASSING | ALSO_PASSING[linearity]:
         return None
@@ -120,7 +120,7 @@ def test_dims_that_are_missing_or_of_size_1_are_stretched_where_they_are_whole()
         (((4, 4), P("dp")), ((4, 4), P(None, "dp"))),
     ],
 )
-def test_dims_that_are_cut_otherwise_are_refused(operands: tuple[object, ...]) -> None:
+def test_dims_that_are_cut_otherwise_are_rejected(operands: tuple[object, ...]) -> None:
     with pytest.raises(AxisTypeError, match="cut differently along dim -"):
         joined(*operands)  # type: ignore[arg-type]
 
@@ -141,22 +141,23 @@ def test_the_words() -> None:
         join_operands([rows, whole], "add", "add")
     assert str(caught.value).splitlines() == [
         "add: operand y is equal on all ranks along 'dp', and another is not: the gradient of y "
-        "would be a sum over 'dp', which nothing asks for",
+        "would need an all-reduce over 'dp'",
         "  where:    rank 1 (dp=0, tp=1) of mesh (dp=2, tp=2)",
         "  expected: operands of equal shardings, or y reduced over 'dp'",
         "  found:    x: float32[3@dp, 4]",
         "            y: float32[4]",
-        "  fix:      y.reshard(P(reduced={'dp'})): nothing is sent; its gradient is then summed",
+        "  fix:      call y.reshard(P(reduced={'dp'})), which sends nothing and sums the gradient",
     ]
-    summand = ("float32", (4,), lying(P(unreduced={"tp"}), (4,)))
+    partial_sum = ("float32", (4,), lying(P(unreduced={"tp"}), (4,)))
     with pytest.raises(AxisTypeError) as caught:
-        join_operands([summand], "", "exp")
+        join_operands([partial_sum], "", "exp")
     assert str(caught.value).splitlines() == [
-        "exp is not linear in what is unreduced over 'tp': each rank holds a summand",
+        "exp is not linear in the operand that is unreduced over 'tp': each rank holds a "
+        "partial sum",
         "  where:    rank 1 (dp=0, tp=1) of mesh (dp=2, tp=2)",
         "  expected: no unreduced operand",
         "  found:    x: float32[4]{U:tp}",
-        "  fix:      sum the summands first: x.reshard(P())",
+        "  fix:      reduce the operand first: x.reshard(P())",
     ]
     with pytest.raises(ShapeError) as shapes:
         join_operands([rows, ("float32", (5,), lying(P(), (5,)))], "", "add")

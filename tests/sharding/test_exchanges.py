@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from meshdist.sharding.change_steps import coordinates_along, exchange_steps, local_steps, relative
-from meshdist.sharding.changes import bare, change_between
+from meshdist.sharding.lowering import coordinates_along, exchange_steps, local_steps, relative
+from meshdist.sharding.placement_diff import bare, change_between
 from meshdist.sharding.steps import Exchange, Pad, Take
 from tests.sharding.cases import assert_lies, pairs, placed, shards, whole_array
 from tests.sharding.interpreter import coordinates, run
 
 
 @given(pairs())
-def test_boxes_serve_every_change_also_those_that_verbs_could(pair):
+def test_boxes_serve_every_change_also_those_that_collectives_could(pair):
     source, target = map(bare, pair)
     if any(axis in source.free_axes for axis in target.unreduced):
         return
@@ -33,7 +33,7 @@ def test_boxes_of_one_rank() -> None:
     assert step == Exchange((3, 2), (0, 1), 4, 0, (), (), (((0, 3), (0, 2)), ((0, 3), (0, 2))))
 
 
-def test_a_sum_has_one_box_of_each_summand() -> None:
+def test_a_sum_has_one_box_of_each_partial_sum() -> None:
     mesh = (3,)
     change = change_between(placed(mesh, (4,), (), unreduced=(0,)), placed(mesh, (4,), (0,)))
     (step,) = exchange_steps(change, (1,))

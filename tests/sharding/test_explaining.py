@@ -7,7 +7,7 @@ import pytest
 from meshdist.mesh.layout import Layout
 from meshdist.sharding.plans import bytes_text, step_text, step_time_s
 from meshdist.sharding.routes import Link
-from meshdist.sharding.steps import Exchange, GroupStep, Pad, Take, VerbStep
+from meshdist.sharding.steps import CollectiveStep, Exchange, GroupStep, Pad, Take
 
 MESH = Layout.from_shape((2, 4), ("dp", "tp"))
 LINKS = (Link(1e-3, 1e6), Link(1e-6, 1e6))
@@ -32,11 +32,11 @@ def test_bytes_in_words(count, text):
         (Pad((4, 4), BOX), "zeros around [0:2, 1:3]: 4 x 4; nothing is sent"),
         (Pad((4,), None), "zeros: 4; nothing is sent"),
         (
-            VerbStep((), (0,), 2, 0, "all_reduce", ()),
+            CollectiveStep((), (0,), 2, 0, "all_reduce", ()),
             "all-reduce over dp, 2 ranks: a scalar; 4 bytes in, 4 bytes out, 2004 us",
         ),
         (
-            VerbStep((40,), (0, 1), 8, 3, "all_gather_into_tensor", (5,)),
+            CollectiveStep((40,), (0, 1), 8, 3, "all_gather_into_tensor", (5,)),
             "all-gather over dp, tp, 8 ranks: 40; 140 bytes in, 140 bytes out, 7140 us",
         ),
         (
@@ -57,6 +57,6 @@ def test_steps_in_words(step, text):
 
 
 def test_axes_without_names_are_numbers() -> None:
-    step = VerbStep((8,), (0, 1), 8, 0, "all_reduce", (8,))
+    step = CollectiveStep((8,), (0, 1), 8, 0, "all_reduce", (8,))
     text = step_text(step, Layout.from_shape((2, 4)), LINKS, 1)
     assert text.startswith("all-reduce over 0, 1, 8 ranks: 8; ")

@@ -1,4 +1,4 @@
-"""Links: constants by wire, and what is given in their place."""
+"""Links: constants by backend, and what is given in their place."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DEFAULTS = (DEFAULT_LINK, DEFAULT_LINK)
 
 
 def test_a_link_that_leaves_the_host_is_no_quicker() -> None:
-    for wire in ("shm", "simulated", "gloo", "mpi", "nccl", "xccl"):
-        inside, between = (default_link(wire, spans_hosts=spans) for spans in (False, True))
+    for backend in ("shm", "simulated", "gloo", "mpi", "nccl", "xccl"):
+        inside, between = (default_link(backend, spans_hosts=spans) for spans in (False, True))
         assert inside.latency_s <= between.latency_s
         assert inside.bytes_per_s >= between.bytes_per_s
     assert default_link("of-others", spans_hosts=True) == default_link("gloo", spans_hosts=True)
@@ -38,8 +38,8 @@ def test_a_group_is_as_slow_as_its_slowest_axis() -> None:
 @pytest.mark.parametrize(
     "numbers", [(-1, 1), (0, 0), (0, -5), (float("nan"), 1), (float("inf"), 1)]
 )
-def test_impossible_links_are_refused(numbers):
-    with pytest.raises(ArgumentError, match="a link's latency is finite") as caught:
+def test_impossible_links_are_rejected(numbers):
+    with pytest.raises(ArgumentError, match="a Link needs a finite latency") as caught:
         Link(*numbers)
     assert caught.value.found == f"latency_s={numbers[0]}, bytes_per_s={numbers[1]}"
 
@@ -48,11 +48,11 @@ def test_other_things_are_no_links() -> None:
     with pytest.raises(KindError) as caught:
         links_of(MESH, 5, DEFAULTS)
     assert str(caught.value) == (
-        "links are one Link, or a mapping of axes to Links\n"
+        "links must be one Link, or a mapping from axes to Links\n"
         "  where:    argument links\n"
         "  found:    int"
     )
-    with pytest.raises(KindError, match="the link of axis 'tp' is no Link"):
+    with pytest.raises(KindError, match="the link of axis 'tp' is not a Link"):
         links_of(MESH, {"tp": 1e9}, DEFAULTS)
     with pytest.raises(AxisError, match="no axis 'pp' in the mesh"):
         links_of(MESH, {"pp": DEFAULT_LINK}, DEFAULTS)

@@ -1,4 +1,4 @@
-"""``md.plan``: specs, patterns, meshes and what it refuses."""
+"""``md.plan``: specs, patterns, meshes and what it rejects."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def test_specs_and_patterns_give_the_same_steps() -> None:
 
 
 def test_titles_tell_plans_apart() -> None:
-    assert md.plan("b@dp -> b", mesh=MESH, b=8).title == "b@dp -> b of shape (8,)"
+    assert md.plan("b@dp -> b", mesh=MESH, b=8).op_name == "b@dp -> b of shape (8,)"
     plan = md.plan(P("dp"), P(None, unreduced={"tp"}), MESH, (8,))
-    assert plan.title == f"{P('dp')!r} -> {P(None, unreduced={'tp'})!r} of shape (8,)"
-    assert plan.T.title == f"transpose of {plan.title}"
+    assert plan.op_name == f"{P('dp')!r} -> {P(None, unreduced={'tp'})!r} of shape (8,)"
+    assert plan.T.op_name == f"transpose of {plan.op_name}"
     few = NamedSharding(MESH, P("dp"), shard_sizes={0: (7, 1)})
-    title = md.plan(few, P(), MESH, (8,)).title
+    title = md.plan(few, P(), MESH, (8,)).op_name
     assert title == f"{P('dp')!r} with shard sizes {{0: (7, 1)}} -> {P()!r} of shape (8,)"
     many = [
         NamedSharding(Layout.from_shape((16,), ("tp",)), P("tp"), shard_sizes={0: sizes})
         for sizes in ((3, *[1] * 14, 0), (0, *[1] * 14, 3))
     ]
-    titles = {md.plan(one, P(), one.layout, (17,)).title for one in many}
+    titles = {md.plan(one, P(), one.layout, (17,)).op_name for one in many}
     assert len(titles) == 2
     assert all(re.search(r"shard sizes #[0-9a-f]{8} -> ", title) for title in titles)
 
@@ -100,7 +100,7 @@ def test_two_meshes_over_the_same_ranks() -> None:
         )
 
 
-def test_a_device_mesh_plans_for_this_rank_with_its_wires_links() -> None:
+def test_a_device_mesh_plans_for_this_rank_with_its_backends_links() -> None:
     def program():
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         plan = md.plan("a@dp b@tp -> a@tp b@dp", mesh=mesh, a=4, b=4)
@@ -120,7 +120,7 @@ def test_an_axis_that_leaves_the_host_has_another_link(monkeypatch) -> None:
     def program():
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         monkeypatch.setattr(mesh.world, "hosts", (0, 0, 1, 1))
-        monkeypatch.setattr(type(mesh), "wire_of", lambda self, axis: "gloo")
+        monkeypatch.setattr(type(mesh), "backend_of", lambda self, axis: "gloo")
         return mesh_links(mesh)
 
     between, inside = (default_link("gloo", spans_hosts=spans) for spans in (True, False))
@@ -131,10 +131,10 @@ def test_all_ranks_choose_one_route() -> None:
     shardings = NamedSharding(MESH, P("tp", unreduced={"dp"})), NamedSharding(MESH, P(None, "dp"))
     plans = [md.plan(*shardings, shape=(8, 8), rank=rank) for rank in range(8)]
     assert len({tuple(type(step) for step in plan.steps) for plan in plans}) == 1
-    assert len({plan.title for plan in plans}) == 1
+    assert len({plan.op_name for plan in plans}) == 1
 
 
-# -- refusals -----------------------------------------------------------------------------------
+# -- rejections -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan("b@dp -> b", P(), MESH, (8,)),
             ArgumentError,
-            "a pattern is source and destination in one\n"
+            "a pattern has both the source and the destination\n"
             "  where:    md.plan\n"
             '  expected: one pattern with "->", or two specs\n'
             f"  found:    'b@dp -> b' and {P()!r}",
@@ -151,33 +151,33 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan("b@dp -> b", MESH, b=8),  # type: ignore[arg-type]
             ArgumentError,
-            "a pattern is source and destination in one\n"
+            "a pattern has both the source and the destination\n"
             "  where:    md.plan\n"
             '  expected: one pattern with "->", or two specs\n'
             f"  found:    'b@dp -> b' and {MESH!r}\n"
-            "  fix:      name the mesh: plan(pattern, mesh=mesh)",
+            "  fix:      pass the mesh by name: plan(pattern, mesh=mesh)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, (8,), b=8),
             ArgumentError,
-            "sizes by name are for patterns, whose dims have names\n"
+            "sizes by name need a pattern, whose dims have names\n"
             "  where:    md.plan\n"
             "  found:    b=8\n"
-            "  fix:      give the shape of the whole array: shape=(...)",
+            "  fix:      pass the global shape: shape=(...)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH),
             ArgumentError,
-            "a plan between specs needs the shape of the whole array\n"
+            "a plan between specs needs the global shape\n"
             "  where:    md.plan\n"
-            "  fix:      write plan(src, dst, mesh, shape)",
+            "  fix:      call plan(src, dst, mesh, shape)",
         ),
         (
             lambda: md.plan(P("dp"), P(), shape=(8,)),
             MeshError,
-            "plan: no mesh is in force\n"
-            "  expected: a mesh whose axes are named\n"
-            "  fix:      call it inside `with mesh:`, or name the mesh: plan(..., mesh=mesh)",
+            "plan: there is no current mesh\n"
+            "  expected: a mesh with named axes\n"
+            "  fix:      call it inside `with mesh:`, or pass the mesh: plan(..., mesh=mesh)",
         ),
         (
             lambda: md.plan(P("dp"), P(), "dp", (8,)),
@@ -196,30 +196,30 @@ def test_all_ranks_choose_one_route() -> None:
             "  where:    md.plan, argument dst\n"
             "  expected: a NamedSharding or a PartitionSpec\n"
             "  found:    None, a NoneType\n"
-            "  fix:      write a pattern alone as the first argument: "
+            "  fix:      pass a pattern as the only positional argument: "
             'plan("b@dp s -> b s@dp", mesh=mesh)',
         ),
         (
             lambda: md.plan(("dp",), P(), MESH, (8,)),
             KindError,
-            "src is no spec\n"
+            "src is not a spec\n"
             "  where:    md.plan, argument src\n"
             "  expected: a NamedSharding or a PartitionSpec\n"
             "  found:    ('dp',), a tuple\n"
-            "  fix:      write a pattern alone as the first argument: "
+            "  fix:      pass a pattern as the only positional argument: "
             'plan("b@dp s -> b s@dp", mesh=mesh)',
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, (8.0,)),
             KindError,
-            "plan: shape is that of the whole array, one whole number for each dim\n"
+            "plan: shape must be the global shape, one integer for each dim\n"
             "  expected: for example shape=(8, 16)\n"
             "  found:    (8.0,)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, 8),
             KindError,
-            "plan: shape is that of the whole array, one whole number for each dim\n"
+            "plan: shape must be the global shape, one integer for each dim\n"
             "  expected: for example shape=(8, 16)\n"
             "  found:    8",
         ),
@@ -231,7 +231,7 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), MESH, (8,), rank=8),
             NotInGroupError,
-            "the mesh does not hold rank 8\n"
+            "the mesh does not contain rank 8\n"
             "  where:    mesh (dp=2, tp=4)\n"
             "  expected: one of its ranks: 0, 1, 2, 3, 4, 5, 6, 7\n"
             "  fix:      skip the call on ranks outside the mesh",
@@ -239,11 +239,11 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), MESH, (8,), rank="0"),
             KindError,
-            "plan: rank must be a whole number\n  found:    '0', a str",
+            "plan: rank must be an integer\n  found:    '0', a str",
         ),
     ],
 )
-def test_bad_arguments_are_refused(call, error, text):
+def test_bad_arguments_are_rejected(call, error, text):
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == text
@@ -261,12 +261,12 @@ def test_bad_arguments_are_refused(call, error, text):
         (lambda: md.plan("b@dp s -> b s", mesh=MESH, shape=(8,)), ShapeError),
     ],
 )
-def test_patterns_and_specs_that_do_not_fit_are_refused(call, error):
+def test_patterns_and_specs_that_do_not_fit_are_rejected(call, error):
     with pytest.raises(error):
         call()
 
 
-def test_steps_hold_whole_numbers_of_python() -> None:
+def test_steps_hold_integers_of_python() -> None:
     """Executors hand them to torch, and plans are compared and printed."""
     plan = md.plan("a@(dp,tp) b -> a b@(dp,tp)", mesh=MESH, a=13, b=11, rank=np.int64(3))
     (step,) = plan.steps

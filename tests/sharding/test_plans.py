@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.placement import Placement, split_dim
-from meshdist.sharding import changes, plans, routes
+from meshdist.sharding import placement_diff, plans, routes
 from meshdist.sharding.plans import make_plan
 from meshdist.sharding.routes import Link
-from meshdist.sharding.steps import Exchange, Pad, VerbStep
+from meshdist.sharding.steps import CollectiveStep, Exchange, Pad
 from tests.sharding.cases import (
     assert_lies,
     ends_on_one_rank,
@@ -138,7 +138,7 @@ def test_no_sender_sends_much_more_than_the_largest_receiver_takes(data):
     there = plans_of(*drawn)
     most_in = max(plan.bytes_received() for plan in there.values())
     most_out = max(plan.bytes_sent() for plan in there.values())
-    is_divided = bool(changes.change_between(*drawn).dividing)
+    is_divided = bool(placement_diff.change_between(*drawn).dividing)
     assert most_out <= (4 / 3 if is_divided else 1) * most_in
 
 
@@ -248,7 +248,7 @@ def test_values_that_become_unreduced_or_reduced_send_nothing() -> None:
         assert make_plan(start, unreduced, (1, 1)).steps == (Pad((6,), None),)
     assert make_plan(unreduced, reduced, (1, 1)).T.source == reduced.transposed()
     (summed,) = make_plan(unreduced, free, (1, 1)).steps
-    assert summed == VerbStep((6,), (1,), 2, 1, "all_reduce", (6,))
+    assert summed == CollectiveStep((6,), (1,), 2, 1, "all_reduce", (6,))
     assert make_plan(reduced, free, (1, 1)).T.steps == (Pad((6,), None),)
     assert make_plan(free, reduced, (1, 1)).T.steps == (summed,)
 
@@ -329,8 +329,8 @@ def test_equal_arguments_give_one_plan() -> None:
     assert make_plan(source, target, (0,)) is make_plan(source, target, (0,))
     plan = make_plan(source, target, (0,))
     assert plan.T is make_plan(source, target, (0,)).T
-    assert plan.T.T.title == plan.title and plan.T.T.steps == plan.steps
-    assert repr(make_plan(source, target, (0,), title="b@dp -> b")) == (
+    assert plan.T.T.op_name == plan.op_name and plan.T.T.steps == plan.steps
+    assert repr(make_plan(source, target, (0,), op_name="b@dp -> b")) == (
         "<Plan 'b@dp -> b' at (0,): all-gather>"
     )
     assert repr(make_plan(source, source, (0,))) == "<Plan 'a plan' at (0,): nothing to do>"
@@ -343,7 +343,7 @@ def test_a_plan_explains_itself() -> None:
         placed((2, 2), (7, 6), (), ()),
     )
     plan = make_plan(
-        source, target, (1, 0), layout=mesh, title="rows@tp columns {U:dp} -> rows columns"
+        source, target, (1, 0), layout=mesh, op_name="rows@tp columns {U:dp} -> rows columns"
     )
     assert plan.explain(itemsize=8) == (
         "rows@tp columns {U:dp} -> rows columns\n"
@@ -351,10 +351,10 @@ def test_a_plan_explains_itself() -> None:
         "  1. all-reduce over dp, 2 ranks: 4 x 6; 192 bytes in, 192 bytes out, 10 us\n"
         "  2. exchange boxes (1 in, 1 out) over tp, 2 ranks: 7 x 6; "
         "144 bytes in, 192 bytes out, 5 us\n"
-        "  in all: 336 bytes in, 384 bytes out, 1.0 KiB at peak, 15 us, at 8 bytes an element"
+        "  total: 336 bytes in, 384 bytes out, 1.0 KiB at peak, 15 us, at 8 bytes an element"
     )
-    same = make_plan(target, target, (0, 0), layout=mesh, title="as it is").explain()
-    assert "  this rank's part stays as it is\n" in same
+    same = make_plan(target, target, (0, 0), layout=mesh, op_name="as it is").explain()
+    assert "  this rank's part does not change\n" in same
 
 
 # -- planning takes little time -----------------------------------------------------------------
@@ -363,7 +363,7 @@ def test_a_plan_explains_itself() -> None:
 def forget() -> None:
     for kept in (
         plans.make_plan,
-        changes.change_between,
+        placement_diff.change_between,
         routes.find_route,
         split_dim,
     ):
@@ -413,6 +413,6 @@ def test_equal_exchanges_between_thousands_stay_in_product_form() -> None:
     mesh = (64, 64)
     source, target = placed(mesh, (4096, 8192), (0, 1), ()), placed(mesh, (4096, 8192), (), (0, 1))
     (step,) = make_plan(source, target, (3, 5)).steps
-    assert isinstance(step, VerbStep) and step.name == "all-to-all"
+    assert isinstance(step, CollectiveStep) and step.name == "all-to-all"
     assert step.pack.view == (1, 64, 64, 2)
     assert np.prod(step.shape) == 8192

@@ -96,7 +96,7 @@ def test_a_transposed_mesh_has_the_same_axes() -> None:
     assert (both.layout.sizes, both.target_axes) == ((2, 4), ((1,), (0,)))
 
 
-def test_meshes_without_a_refinement_are_refused_with_the_reason() -> None:
+def test_meshes_without_a_refinement_are_rejected_with_the_reason() -> None:
     with pytest.raises(MeshError) as caught:
         refine(Layout.from_shape((2, 3), ("dp", "tp")), Layout.from_shape((3, 2), ("ep", "etp")))
     assert str(caught.value) == (
@@ -104,31 +104,33 @@ def test_meshes_without_a_refinement_are_refused_with_the_reason() -> None:
         "  where:    from mesh (dp=2, tp=3) to mesh (ep=3, etp=2)\n"
         "  expected: sizes whose products, from the last axis on, divide one another\n"
         "  found:    axes that end after 2 ranks and after 3\n"
-        "  fix:      move the array to a mesh in between, such as one axis of all ranks, whole"
+        "  fix:      reshard in two steps: first replicate the array on a mesh with one axis "
+        "over all ranks"
     )
 
 
-def test_meshes_over_other_ranks_are_refused() -> None:
+def test_meshes_over_other_ranks_are_rejected() -> None:
     with pytest.raises(MeshError) as caught:
         refine(Layout.from_shape((4,), ("dp",)), Layout.from_shape((2, 4), ("ep", "etp")))
     assert str(caught.value) == (
-        "an array moves between meshes over the same ranks only\n"
+        "cannot move an array between meshes over different ranks\n"
         "  where:    from mesh (dp=4) to mesh (ep=2, etp=4)\n"
         "  expected: ranks 0-3\n"
         "  found:    ranks 0-7"
     )
 
 
-def test_ranks_in_no_common_order_are_refused() -> None:
+def test_ranks_in_no_common_order_are_rejected() -> None:
     mesh = Layout.from_shape((4,), ("dp",))
     with pytest.raises(MeshError) as caught:
         refine(mesh, Layout.from_ranks([0, 2, 3, 1], ("ep",)))
     assert str(caught.value) == (
         "two meshes order their ranks so differently that no common axes describe both\n"
         "  where:    from mesh (dp=4) to mesh (ep=4)\n"
-        "  expected: each axis of the target at fixed strides in the order of the source's ranks\n"
+        "  expected: each axis of the target to have fixed strides in the order of the source's "
+        "ranks\n"
         "  found:    ranks 0-3; and ranks 0, 2-3, 1\n"
-        "  fix:      make one mesh from the other by unflatten, flatten and transpose"
+        "  fix:      derive one mesh from the other with unflatten, flatten and transpose"
     )
 
 

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshdist as md
-from meshdist.errors import AgreementError, AxisTypeError, DtypeError
+from meshdist.errors import AxisTypeError, DtypeError, MismatchError
 from meshdist.sharding.planner import plan
 from meshdist.sharding.resharding import get_transfer
 from tests.pool import Pool
 from tests.sharding.reshard_cases import Lie, check_move, mesh_of, move, transitions
 
-# One of each form: exchanges of boxes, verbs, sums, slices, casts, and two of them together.
+# One of each form: exchanges of boxes, collectives, sums, slices, casts, and two of them together.
 TRANSITIONS = {
     "gather": "b@a -> b",
     "gather of uneven shards": "b@(a,b) d -> b d",
@@ -142,7 +142,7 @@ def test_finite_differences() -> None:
     ],
 )
 def test_results_may_be_written_to(pattern: str) -> None:
-    """Autograd refuses to write to views that a custom Function has made."""
+    """Autograd rejects to write to views that a custom Function has made."""
 
     def program() -> tuple[torch.Tensor, torch.Tensor]:
         mesh = mesh_of((2, 2))
@@ -187,14 +187,14 @@ def test_dtypes(dtype: torch.dtype) -> None:
     on_pattern(body, "s@a d -> s d")
 
 
-def test_bool_summands_are_refused() -> None:
+def test_bool_partial_sums_are_rejected() -> None:
     def body(call: Any, x: torch.Tensor) -> str:
         with pytest.raises(DtypeError) as found:
             call(x > 0)
         return str(found.value)
 
     text = on_pattern(body, "s {U:a} -> s")[0]
-    assert "reshard: bool values have no sum" in text
+    assert "reshard cannot sum bool values" in text
     assert "where:    s {U:a} -> s of shape (6,)" in text
     assert "found:    shape (6,), bool" in text
     assert "fix:      count in integers: x.to(torch.int32)" in text
@@ -204,12 +204,16 @@ def test_bool_summands_are_refused() -> None:
     ("kind", "pattern", "fix"),
     [
         ("unreduced", "b d -> b d@dp", "write {U:dp} on the left"),
-        ("unreduced", "b d -> b d", "say how it lies: md.annotate(x)"),
+        ("unreduced", "b d -> b d", "annotate the result: md.annotate(x)"),
         ("reduced", "b d -> b d@dp", "write {R:dp} on the left"),
-        ("varying", "b d -> b d@dp", "write the axis where it cuts a dim, as in 'n@dp'"),
+        (
+            "varying",
+            "b d -> b d@dp",
+            "write the axis at the dimension that it shards, as in 'n@dp'",
+        ),
     ],
 )
-def test_a_mark_that_contradicts_the_left_side_is_refused(
+def test_a_mark_that_contradicts_the_left_side_is_rejected(
     kind: str, pattern: str, fix: str
 ) -> None:
     def program() -> str:
@@ -220,7 +224,10 @@ def test_a_mark_that_contradicts_the_left_side_is_refused(
         return str(caught.value)
 
     for text in md.simulate(program, 2):
-        assert f"reshard of a value that is {kind} over 'dp', and invariant there" in text
+        assert (
+            f"reshard cannot take a value that is {kind} over 'dp': its pattern or spec requires "
+            "invariant" in text
+        )
         assert fix in text
 
 
@@ -235,9 +242,11 @@ def test_a_mark_over_an_axis_that_is_left_alone_is_none_of_its_business() -> Non
 
 
 def test_sums_have_equal_bits_on_all_replicas() -> None:
-    """Of numbers whose sum depends on its order, on ranks whose summands come in another order."""
+    """Sum numbers whose sum depends on their order, on ranks with another order of partial sums."""
     generator = np.random.default_rng(0)
-    summands = generator.standard_normal((4, 3, 50)) * 10.0 ** generator.integers(-8, 8, (4, 3, 50))
+    partial_sums = generator.standard_normal((4, 3, 50)) * 10.0 ** generator.integers(
+        -8, 8, (4, 3, 50)
+    )
 
     for target in ("s {}", "s@b {}", "s@a {}", "s {R:a}"):
         pattern = f"s {{U:c}} -> {target.replace(' {}', '')}"
@@ -246,7 +255,7 @@ def test_sums_have_equal_bits_on_all_replicas() -> None:
             mesh = mesh_of((2, 2, 3))
             at = mesh.get_coordinate()
             assert at is not None
-            x = torch.from_numpy(summands[0, at[2]].copy()).float()
+            x = torch.from_numpy(partial_sums[0, at[2]].copy()).float()
             y = md.reshard(x, pattern, mesh)
             return md.unshard(y, pattern.partition("->")[2], mesh, shape=(50,)).numpy().tobytes()
 
@@ -279,7 +288,7 @@ def test_ranks_with_different_plans_all_raise_and_show_both() -> None:
     def program() -> str:
         mesh = mesh_of((2,))
         pattern = ("s@a d -> s d@a", "d@a s -> d s@a")[md.get_rank()]
-        with pytest.raises(AgreementError) as found:
+        with pytest.raises(MismatchError) as found:
             md.reshard(torch.zeros(2, 4), pattern, mesh)
         return str(found.value)
 
@@ -291,7 +300,7 @@ def test_ranks_with_different_plans_all_raise_and_show_both() -> None:
 def test_uneven_shards_without_their_sizes_disagree() -> None:
     def program() -> str:
         mesh = mesh_of((2,))
-        with pytest.raises(AgreementError) as found:
+        with pytest.raises(MismatchError) as found:
             md.reshard(torch.zeros(3 - md.get_rank()), "s@a -> s", mesh)
         return str(found.value)
 
@@ -389,14 +398,14 @@ def peaks(patterns: list[str]) -> list[tuple[str, int, int]]:
 def test_peak_memory(pool: Pool) -> None:
     """Source, destination, and what is packed and received: as the plan says.
 
-    Over our own wire: torch's Gloo keeps copies of its own of what it gathers.
+    Over our own backend: torch's Gloo keeps copies of its own of what it gathers.
     """
     for rank in pool.run(peaks, 4, list(TRANSITIONS.values()), backend="shm"):
         for pattern, peak, promised in rank:
             assert peak <= promised, pattern
 
 
-# -- real wires -----------------------------------------------------------------------------------
+# -- real backends ---------------------------------------------------------------------------------
 
 CASES = [
     ((2, 2), (5, 4), Lie(((0,), (1,))), Lie(((1,), (0,)))),
@@ -410,30 +419,30 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("size", [3, 4])
-def test_real_wires(pool: Pool, wire: str, size: int) -> None:
+def test_real_backends(pool: Pool, backend: str, size: int) -> None:
     cases = [case for case in CASES if math.prod(case[0]) == size]
 
     def program() -> list[Any]:
         return [move(*case, 5) for case in cases]
 
-    results = pool.run(program, size, backend=wire)
+    results = pool.run(program, size, backend=backend)
     for number, case in enumerate(cases):
         check_move(*case, 5, [result[number] for result in results])
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_different_plans_over_real_wires(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_different_plans_over_real_backends(pool: Pool, backend: str) -> None:
     def program() -> str:
         mesh = mesh_of((2,))
         pattern = ("s@a d -> s d@a", "d@a s -> d s@a")[md.get_rank()]
         try:
             md.reshard(torch.zeros(2, 4), pattern, mesh)
-        except AgreementError as error:
+        except MismatchError as error:
             return str(error)
         return "no error"
 
-    for text in pool.run(program, 2, backend=wire):
+    for text in pool.run(program, 2, backend=backend):
         assert "s@a d -> s d@a of shape (4, 4)" in text
         assert "d@a s -> d s@a of shape (4, 4)" in text

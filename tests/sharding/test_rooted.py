@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 import meshdist as md
 from meshdist.errors import GradientError, KindError, NotInGroupError
 from meshdist.sharding import executor
-from tests.sharding.reshard_cases import Lie, lies, mesh_of, shards, summands, transitions
+from tests.sharding.reshard_cases import Lie, lies, mesh_of, partial_sums, shards, transitions
 
 
 def gathered(sizes: Any, shape: Any, source: Lie, root: int) -> Any:
@@ -21,7 +21,7 @@ def gathered(sizes: Any, shape: Any, source: Lie, root: int) -> Any:
     mesh = mesh_of(sizes)
     at = mesh.get_coordinate()
     assert at is not None
-    local = shards(source, shape, sizes, summands(source, shape, sizes, 3))[at]
+    local = shards(source, shape, sizes, partial_sums(source, shape, sizes, 3))[at]
     before = local.copy()
     whole = md.unshard(local, source.sharding(mesh), root=root, shape=shape)
     assert local.tobytes() == before.tobytes()
@@ -34,7 +34,7 @@ def test_the_root_alone_holds_the_whole(case: Any, data: Any) -> None:
     size = math.prod(sizes)
     root = data.draw(st.integers(0, size - 1))
     results = md.simulate(gathered, size, args=(sizes, shape, source, root))
-    expected = sum(summands(source, shape, sizes, 3).values())
+    expected = sum(partial_sums(source, shape, sizes, 3).values())
     for rank, whole in enumerate(results):
         assert (whole is None) == (rank != root)
     assert np.array_equal(results[root], expected)
@@ -46,17 +46,17 @@ def test_each_element_leaves_one_owner_once(data: Any) -> None:
     source = data.draw(lies(sizes, shape).filter(lambda lie: not lie.unreduced))
     root = data.draw(st.integers(0, 5))
     sent = [0] * 6
-    run = executor.run_titled
+    run = executor.run_named
 
-    def count(verb: str, group: Any, title: str, *given: Any) -> None:
-        if verb == "all_to_all_single":
+    def count(operation: str, group: Any, title: str, *given: Any) -> None:
+        if operation == "all_to_all_single":
             sent[md.get_rank()] += given[1].numel()
-        run(verb, group, title, *given)
+        run(operation, group, title, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "run_titled", count)
+        patch.setattr(executor, "run_named", count)
         md.simulate(gathered, 6, args=(sizes, shape, source, root))
-    own = shards(source, shape, sizes, summands(source, shape, sizes, 3))
+    own = shards(source, shape, sizes, partial_sums(source, shape, sizes, 3))
     held = own[tuple(map(int, np.unravel_index(root, sizes)))].size
     assert sum(sent) == math.prod(shape) - held
     assert sent[root] == 0
@@ -85,11 +85,11 @@ def message(kind: type[Exception], root: Any, **more: Any) -> str:
 
 
 def test_refusals() -> None:
-    assert "unshard: root must be a whole number" in message(KindError, "first")
+    assert "unshard: root must be an integer" in message(KindError, "first")
     assert "found:    True" in message(KindError, True)
     text = message(NotInGroupError, 2)
-    assert "unshard: the mesh does not hold the root, rank 2" in text
+    assert "unshard: the mesh does not contain the root, rank 2" in text
     assert "expected: one of ranks 0-1" in text
     text = message(GradientError, 0, requires_grad=True)
     assert "unshard with a root has no gradient" in text
-    assert "fix:      pass local.detach(), or leave root out" in text
+    assert "fix:      pass local.detach(), or leave root= out" in text

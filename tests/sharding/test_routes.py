@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import meshdist as md
-from meshdist.sharding.changes import bare, change_between
+from meshdist.sharding.placement_diff import bare, change_between
 from meshdist.sharding.plans import make_plan
 from meshdist.sharding.routes import (
     DEFAULT_LINK,
@@ -18,14 +18,14 @@ from meshdist.sharding.routes import (
     num_received_by_all,
     stage_steps,
 )
-from meshdist.sharding.steps import VerbStep
+from meshdist.sharding.steps import CollectiveStep
 from tests.sharding.cases import placed
 from tests.sharding.interpreter import coordinates
-from tests.sharding.ratios import CASES, KINDS, TABLE, drawn_cases, ratios, written
+from tests.sharding.ratios import CASES, KINDS, TABLE, random_cases, ratios, written
 
 
 def test_the_price_of_a_route_is_what_its_steps_receive() -> None:
-    for source, target in drawn_cases(3, 150):
+    for source, target in random_cases(3, 150):
         links = (DEFAULT_LINK,) * len(source.mesh_sizes)
         if any(axis in source.free_axes for axis in target.unreduced):
             continue  # ranks beyond coordinate 0 of such an axis do nothing
@@ -35,15 +35,15 @@ def test_the_price_of_a_route_is_what_its_steps_receive() -> None:
             assert received == stage.num_received
 
 
-def test_summands_are_priced_by_their_cheapest_sum() -> None:
-    summands = placed((4,), (8,), (), unreduced=(0,))
+def test_partial_sums_are_priced_by_their_cheapest_sum() -> None:
+    partial_sums = placed((4,), (8,), (), unreduced=(0,))
     # A sum of which each of four ranks keeps two elements: 4 * 3 * 2. To keep all of it, once more.
-    assert num_received_by_all(summands, placed((4,), (8,), (0,))) == 24
-    assert num_received_by_all(summands, placed((4,), (8,), ())) == 48
+    assert num_received_by_all(partial_sums, placed((4,), (8,), (0,))) == 24
+    assert num_received_by_all(partial_sums, placed((4,), (8,), ())) == 48
 
 
 def test_the_best_route_is_no_worse_than_the_simple_ones() -> None:
-    for source, target in drawn_cases(4, 60):
+    for source, target in random_cases(4, 60):
         mesh = source.mesh_sizes
         here, there = bare(source), bare(target)
         if any(axis in here.free_axes for axis in there.unreduced):
@@ -89,13 +89,15 @@ def test_free_axes_share_a_sum() -> None:
     source, target = placed(mesh, (16,), (), unreduced=(0,)), placed(mesh, (16,), ())
     steps = make_plan(source, target, (0, 1)).steps
     assert [step.name for step in steps] == ["take", "all-reduce", "all-gather"]
-    assert steps[1] == VerbStep((8,), (0,), 4, 0, "all_reduce", (8,))
+    assert steps[1] == CollectiveStep((8,), (0,), 4, 0, "all_reduce", (8,))
 
 
 def test_a_scalar_is_all_reduced() -> None:
     mesh = (2, 4)
     source, target = placed(mesh, (), unreduced=(1,)), placed(mesh, ())
-    assert make_plan(source, target, (0, 1)).steps == (VerbStep((), (1,), 4, 1, "all_reduce", ()),)
+    assert make_plan(source, target, (0, 1)).steps == (
+        CollectiveStep((), (1,), 4, 1, "all_reduce", ()),
+    )
 
 
 def test_many_free_axes_are_sliced_all_at_once_or_by_kind() -> None:

@@ -1,4 +1,4 @@
-"""JAX's answers, asked once and kept in a table: values, shapes, gradients, and what is refused.
+"""JAX's answers, asked once and kept in a table: values, shapes, gradients, and what is rejected.
 
 ``make_shard_map_answers.py`` makes the table, and has the programs, which run here as they are.
 """
@@ -132,7 +132,7 @@ def test_numpy_arrays_have_the_same_values(name: str) -> None:
     assert on_mesh(body) == [TABLE["programs"][name]["value"]] * 4
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 DIFFERENT = {
     "an uneven dim": "dims need not divide",
@@ -140,10 +140,10 @@ DIFFERENT = {
     "a sum of what is equal": "psum takes no value that is invariant over its axis",
     "over some axes alone": "no other part of a program cuts arrays by itself",
 }
-"""Why the two differ, by refusal; ``docs/shard_map.md`` says so."""
+"""Why the two differ, by rejection; ``docs/shard_map.md`` says so."""
 
 
-def is_refused(
+def is_rejected(
     mesh: Any,
     lies: list[Any],
     shape: tuple[int, ...] = (4, 2),
@@ -167,12 +167,12 @@ def is_refused(
     return False
 
 
-def test_the_same_calls_are_refused() -> None:
+def test_the_same_calls_are_rejected() -> None:
     def body(mesh: Any) -> dict[str, bool]:
-        return {name: is_refused(mesh, **given) for name, given in refusals(md.P).items()}
+        return {name: is_rejected(mesh, **given) for name, given in refusals(md.P).items()}
 
     expected = {
-        name: bool(error) != (name in DIFFERENT) for name, error in TABLE["refused"].items()
+        name: bool(error) != (name in DIFFERENT) for name, error in TABLE["rejected"].items()
     }
     assert on_mesh(body) == [expected] * 4
 

@@ -1,4 +1,4 @@
-"""Random bodies of verbs, typed, against one device: values and gradients to the bit."""
+"""Random bodies of collectives, typed, against one device: values and gradients to the bit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 
 import meshdist as md
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 from tests.sharding.shard_map_bodies import Body, bodies, expected, found
-from tests.verbs.cases import WIRES
 
 
 def check(results: list[Any], body: Body) -> None:
@@ -51,8 +51,8 @@ LONG = Body(
 UNEVEN = Body((3,), (7, 4), ((), ("a",)), (("scale",), ("sum", 0), ("closed",)), ((), ("a",)))
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("body", [LONG, UNEVEN], ids=["even", "uneven"])
-def test_on_wires(wire: str, body: Body, pool: Pool) -> None:
+def test_on_backends(backend: str, body: Body, pool: Pool) -> None:
     for is_sharded in (False, True):
-        check(WIRES[wire](pool, found, math.prod(body.sizes), body, is_sharded), body)
+        check(BACKENDS[backend](pool, found, math.prod(body.sizes), body, is_sharded), body)

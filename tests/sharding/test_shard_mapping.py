@@ -1,4 +1,4 @@
-"""``md.shard_map``: its arguments and results, and all that it refuses, as the user reads it."""
+"""``md.shard_map``: its arguments and results, and all that it rejects, as the user reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.distributed import DebugLevel
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     AxisTypeError,
@@ -22,6 +21,7 @@ from meshdist.errors import (
     LengthError,
     MeshdistError,
     MeshError,
+    MismatchError,
     PatternError,
     ShapeError,
     UnequalError,
@@ -188,7 +188,7 @@ def test_a_history_that_no_context_has_seen_is_taken() -> None:
     assert on_mesh(body) == [True] * 4
 
 
-def test_summands_can_be_returned() -> None:
+def test_partial_sums_can_be_returned() -> None:
     def body(mesh: Any) -> Any:
         spec = P(unreduced={"dp"})
         y = shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P("dp"), out_specs=spec)(rows())
@@ -213,10 +213,10 @@ def test_numpy_arrays_go_in_and_come_out() -> None:
     assert on_mesh(body) == [((rows() + 1).tolist(), [12.0, 16.0])] * 4
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- rejections ------------------------------------------------------------------------------------
 
 
-def refused(kind: type[MeshdistError], call: Any) -> list[str]:
+def rejected(kind: type[MeshdistError], call: Any) -> list[str]:
     """The lines of the error that all four ranks raise, as the first rank says it."""
 
     def body(mesh: Any) -> Any:
@@ -240,8 +240,8 @@ def test_all_leaves_that_do_not_fit_are_shown() -> None:
 
     args = rows(), {"a": rows(), "b": 3, "c": "text"}
     specs = (P("pp"), P(None, None, "dp"))
-    assert refused(AxisError, lambda mesh: mapped(f, in_specs=specs)(*args)) == [
-        "shard_map of f: arguments do not fit in_specs",
+    assert rejected(AxisError, lambda mesh: mapped(f, in_specs=specs)(*args)) == [
+        "shard_map of f: arguments do not match in_specs",
         WHERE,
         "  expected: one of 'dp', 'tp'",
         "  found:    argument 0, x: float32[4, 2], spec P('pp',): no axis 'pp' in the mesh",
@@ -278,8 +278,8 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
     "parts of unknown size": (
         ShapeError,
         lambda mesh: mapped(in_specs="(h k)@dp d")(rows(3)),
-        "the sizes of 'h', 'k' are not known",
-        "say how it is cut: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+        "the sizes of 'h', 'k' are unknown",
+        "pass the sizes: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
     ),
     "no spec": (
         KindError,
@@ -287,10 +287,10 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         "argument 0, x: float32[4, 2], spec 3: shard_map takes a spec or a pattern",
         "",
     ),
-    "summands that are bool": (
+    "partial sums that are bool": (
         DtypeError,
         lambda mesh: mapped(in_specs=P(unreduced={"dp"}))(torch.ones(2, dtype=torch.bool)),
-        "a tensor of booleans cannot be unreduced",
+        "a bool tensor cannot be unreduced",
         "",
     ),
     "sizes that do not add up": (
@@ -305,26 +305,26 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         MeshError,
         lambda mesh: mapped(in_specs=md.NamedSharding(mesh["dp"], P("dp")))(rows()),
         "the sharding is on another mesh, (dp=2)",
-        "give its spec alone",
+        "pass its spec alone",
     ),
     "a whole that varies": (
         AxisTypeError,
         lambda mesh: mapped()(VARYING),
-        "argument 0, x: float32[4, 2]{V:dp}, spec P('dp',): it is varying over 'dp', and a whole "
-        "is equal on all ranks",
-        "pass md.ShardedArray(x, sharding), which says how the shards lie",
+        "argument 0, x: float32[4, 2]{V:dp}, spec P('dp',): it is varying over 'dp', and a global "
+        "array is equal on all ranks",
+        "pass md.ShardedArray(x, sharding) if it is this rank's shard",
     ),
     "an array on another mesh": (
         MeshError,
         lambda mesh: mapped()(md.device_put(rows(), md.NamedSharding(mesh["dp"], P("dp")))),
-        "argument 0, x: ShardedArray of shape (4, 2), spec P('dp',): it lies on another mesh, "
-        "(dp=2)",
+        "argument 0, x: ShardedArray of shape (4, 2), spec P('dp',): it is on another mesh, (dp=2)",
         "pass x.reshard(md.NamedSharding(mesh, spec)), with the spec that it needs",
     ),
     "an array that lies otherwise": (
         ArgumentError,
         lambda mesh: mapped()(md.device_put(rows(), md.NamedSharding(mesh, P(None, "tp")))),
-        "argument 0, x: ShardedArray of shape (4, 2), spec P('dp',): it lies as P(None, 'tp')",
+        "argument 0, x: ShardedArray of shape (4, 2), spec P('dp',): it is sharded as P(None, "
+        "'tp')",
         "pass x.reshard(P('dp',)); or leave in_specs out",
     ),
     "an array with other sizes": (
@@ -332,14 +332,14 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         lambda mesh: mapped(
             in_specs=md.NamedSharding(mesh, P("dp"), shard_sizes={0: (1, 3)}),
         )(md.device_put(rows(), md.NamedSharding(mesh, P("dp")))),
-        "it lies as P('dp',)",
+        "it is sharded as P('dp',)",
         "pass x.reshard(NamedSharding(",
     ),
     "a number that is cut": (
         KindError,
         lambda mesh: mapped()(2.0),
         "argument 0, x: a float, spec P('dp',): a number has no dims and no shards",
-        "write P(), with which a number stays what it is",
+        "write P(), which passes a number unchanged",
     ),
     "what is no array": (
         KindError,
@@ -351,10 +351,10 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_refused_arguments(name: str) -> None:
+def test_rejected_arguments(name: str) -> None:
     kind, call, found, fix = ARGUMENTS[name]
-    lines = refused(kind, call)
-    assert lines[:2] == ["shard_map of itself: arguments do not fit in_specs", WHERE]
+    lines = rejected(kind, call)
+    assert lines[:2] == ["shard_map of itself: arguments do not match in_specs", WHERE]
     text = "\n".join(lines)
     assert found in text
     assert fix in text.partition("  fix:      ")[2]
@@ -365,12 +365,12 @@ def test_shards_whose_marks_contradict_their_sharding() -> None:
         local = md.annotate(torch.ones(2, 2), varying=("dp", "tp"))
         mapped()(md.ShardedArray(local, md.NamedSharding(mesh, P("dp"))))
 
-    lines = refused(AxisTypeError, call)
+    lines = rejected(AxisTypeError, call)
     assert lines[0] == (
-        "shard_map of itself, argument x, of a value that is varying over 'tp', and invariant "
-        "there by its pattern or spec"
+        "shard_map of itself, argument x, cannot take a value that is varying over 'tp': its "
+        "pattern or spec requires invariant"
     )
-    assert "expected: a value that lies as P('dp',)" in lines[2]
+    assert "expected: a value sharded as P('dp',)" in lines[2]
 
 
 def returning(value: Any, **options: Any) -> Any:
@@ -386,8 +386,8 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         returning(lambda x: {"y": [x]}, out_specs=P(None, "tp")),
         "result['y'][0]: float32[2, 2]{V:dp}, spec P(None, 'tp'): it is varying over 'dp' (size 2)"
         ", which its spec leaves out",
-        "lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over 'dp' makes one value; to "
-        "lay the ranks' own side by side, name 'dp' in the spec",
+        "make one value with lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over 'dp'; "
+        "or, to concatenate the ranks' values, name 'dp' in the spec",
     ),
     "a number of each rank": (
         AxisTypeError,
@@ -399,50 +399,50 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         ShapeError,
         returning(torch.sum, out_specs=P("dp")),
         "result: float32[]{V:dp}, spec P('dp',): shard_map: P('dp',) has entries for 1 dims",
-        "return y[None], to lay the ranks' own values side by side; or write P(), for one value "
-        "that is equal on all ranks, as lax.psum(y, axis) makes it",
+        "return y[None] to concatenate the ranks' values; or write P() for one value that is "
+        "equal on all ranks, such as lax.psum(y, axis)",
     ),
     "the same by a pattern": (
         ShapeError,
         returning(torch.sum, out_specs="b@dp"),
         "result: float32[]{V:dp}, spec 'b@dp': the pattern names 1 dims, the array has 0",
-        "return y[None], to lay the ranks' own values side by side",
+        "return y[None] to concatenate the ranks' values",
     ),
-    "summands": (
+    "partial_sums": (
         AxisTypeError,
         returning(lambda x: md.lax.pcast(x, "dp", to="unreduced"), out_specs=P()),
         "it is unreduced over 'dp' (size 2), which its spec leaves out",
-        "lax.psum(y, 'dp') adds the summands; or say it: P(unreduced={'dp'})",
+        "add the partial sums: lax.psum(y, 'dp'); or write P(unreduced={'dp'})",
     ),
-    "summands side by side": (
+    "partial sums side by side": (
         AxisTypeError,
         returning(lambda x: md.lax.pcast(x, "dp", to="unreduced")),
         "it is unreduced over 'dp' (size 2), which its spec mentions",
-        "lax.psum(y, 'dp') adds the summands",
+        "add the partial sums: lax.psum(y, 'dp')",
     ),
     "reduced": (
         AxisTypeError,
         returning(lambda x: md.lax.pcast(x, "tp", to="reduced")),
         "it is reduced over 'tp' (size 2), which its spec leaves out",
-        "say it: P(reduced={'tp'})",
+        "write P(reduced={'tp'})",
     ),
     "not reduced": (
         AxisTypeError,
         returning(itself, out_specs=P("dp", reduced={"tp"})),
         "it is invariant over 'tp' (size 2), which its spec calls reduced",
-        "lax.pcast(y, 'tp', to='reduced') first",
+        "call lax.pcast(y, 'tp', to='reduced') first",
     ),
     "no spec": (
         KindError,
         returning(itself, out_specs=None),
-        "result: float32[2, 2]{V:dp}, spec None: None is no spec of a result",
+        "result: float32[2, 2]{V:dp}, spec None: None is not a spec for a result",
         "write P() for a value that is equal on all ranks",
     ),
     "a number": (
         KindError,
         returning(lambda x: 2.0, out_specs=P()),
         "result: a float, spec P(): shard_map cannot take a float as result",
-        "make an array of it first: result = torch.tensor(result)",
+        "convert it to a tensor: result = torch.tensor(result)",
     ),
     "a ShardedArray": (
         KindError,
@@ -467,10 +467,10 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_refused_results(name: str) -> None:
+def test_rejected_results(name: str) -> None:
     kind, call, found, fix = RESULTS[name]
-    lines = refused(kind, call)
-    assert lines[:2] == ["shard_map of body: results do not fit out_specs", WHERE]
+    lines = rejected(kind, call)
+    assert lines[:2] == ["shard_map of body: results do not match out_specs", WHERE]
     text = "\n".join(lines)
     assert found in text
     assert fix in text.partition("  fix:      ")[2]
@@ -489,29 +489,32 @@ def test_numbers_of_each_rank_are_laid_side_by_side_or_summed() -> None:
 
 
 def test_structures() -> None:
-    lines = refused(ArgumentError, lambda mesh: mapped(in_specs=[P("dp")])(rows()))
+    lines = rejected(ArgumentError, lambda mesh: mapped(in_specs=[P("dp")])(rows()))
     assert lines[:3] == [
-        "shard_map of itself: in_specs is no tree prefix of the tuple of arguments",
-        "  expected: in_specs with the structure of the tuple of arguments, or one spec in place "
-        "of a part of it",
+        "shard_map of itself: in_specs is not a tree prefix of the tuple of arguments",
+        "  expected: in_specs with the structure of the tuple of arguments, or one spec for a "
+        "subtree of it",
         "  found:    pytree structure error: different types at key path",
     ]
     assert lines[-1] == "  fix:      write a tuple of specs, one for each argument"
-    lines = refused(ArgumentError, lambda mesh: mapped(in_specs=({"a": P()},))({"b": rows()}))
+    lines = rejected(ArgumentError, lambda mesh: mapped(in_specs=({"a": P()},))({"b": rows()}))
     assert lines[3].strip() == "in_specs[0]"
-    assert lines[-1].endswith("give one spec where all below it lie alike: in_specs=P(...)")
-    lines = refused(ArgumentError, lambda mesh: mapped(out_specs=(P("dp"), P()))(rows()))
+    assert lines[-1].endswith(
+        "pass one spec for a subtree of equally sharded arrays: in_specs=P(...)"
+    )
+    lines = rejected(ArgumentError, lambda mesh: mapped(out_specs=(P("dp"), P()))(rows()))
     assert lines[:2] == [
-        "shard_map of itself: out_specs is no tree prefix of the result",
-        "  expected: out_specs with the structure of the result, or one spec in place of a part of "
-        "it",
+        "shard_map of itself: out_specs is not a tree prefix of the result",
+        "  expected: out_specs with the structure of the result, or one spec for a subtree of it",
     ]
-    assert lines[-1].endswith("give one spec where all below it lie alike: out_specs=P(...)")
-    assert refused(LengthError, lambda mesh: mapped(in_specs=(P(), None))(rows())) == [
+    assert lines[-1].endswith(
+        "pass one spec for a subtree of equally sharded arrays: out_specs=P(...)"
+    )
+    assert rejected(LengthError, lambda mesh: mapped(in_specs=(P(), None))(rows())) == [
         "shard_map of itself: a call with 1 arguments, in_specs of 2",
         "  expected: in_specs=(P(), None)",
         "  found:    arguments x",
-        "  fix:      give a spec for each argument; None passes an argument as it is",
+        "  fix:      pass a spec for each argument; None passes an argument unchanged",
     ]
 
 
@@ -519,34 +522,34 @@ def test_calls_that_cannot_be_mapped() -> None:
     def by_name(mesh: Any) -> None:
         mapped()(x=rows())
 
-    assert refused(KindError, by_name) == [
-        "shard_map of itself: arguments are given by position",
+    assert rejected(KindError, by_name) == [
+        "shard_map of itself: arguments must be passed by position",
         "  found:    x=...",
         "  fix:      bind the rest before: functools.partial(itself, x=...)",
     ]
-    lines = refused(MeshError, lambda mesh: mapped(lambda x: mapped()(x))(rows()))
+    lines = rejected(MeshError, lambda mesh: mapped(lambda x: mapped()(x))(rows()))
     assert lines == [
         "shard_map of itself inside of a function that is mapped over the same mesh",
         WHERE,
-        "  expected: a call on whole arrays: there f has this rank's shards already",
+        "  expected: a call outside of it, since f gets this rank's shards",
         "  fix:      call itself itself there",
     ]
-    lines = refused(MeshError, lambda mesh: mapped(axis_names={"dp"})(rows()))
+    lines = rejected(MeshError, lambda mesh: mapped(axis_names={"dp"})(rows()))
     assert lines == [
-        "shard_map of itself over some axes of the mesh alone",
+        "shard_map of itself over only some axes of the mesh is not supported",
         WHERE,
         "  expected: all of 'dp', 'tp', or no axis_names",
         "  found:    axis_names={'dp'}",
-        "  fix:      leave it out, and name no other axis in the specs: values are equal there",
+        "  fix:      leave it out, and leave the other axes out of the specs",
     ]
-    lines = refused(KindError, lambda mesh: mapped(axis_names="dp")(rows()))
+    lines = rejected(KindError, lambda mesh: mapped(axis_names="dp")(rows()))
     assert lines[:2] == [
-        "shard_map of itself: axis_names is a set of names",
+        "shard_map of itself: axis_names must be a set of names",
         "  found:    'dp', a str",
     ]
-    lines = refused(MeshError, lambda mesh: mapped(mesh=unnamed())(rows()))
+    lines = rejected(MeshError, lambda mesh: mapped(mesh=unnamed())(rows()))
     assert lines[0] == "shard_map of itself needs a mesh with axis names"
-    assert lines[-1] == "  fix:      give it names: mesh_dim_names=('dp', 'tp')"
+    assert lines[-1] == "  fix:      name its axes: mesh_dim_names=('dp', 'tp')"
     assert on_mesh(lambda mesh: len(mapped(mesh=mesh, axis_names={"tp", "dp"})(rows()).shape)) == (
         [2] * 4
     )
@@ -566,9 +569,9 @@ def test_without_a_mesh_or_a_function() -> None:
     with pytest.raises(KindError, match="shard_map of itself: in_specs is None") as raised:
         shard_map(itself, in_specs=None, out_specs=P())
     assert raised.value.fix == (
-        "write in_specs=P() where all arguments are whole on every rank, or leave it out"
+        "write in_specs=P() if every rank gets all arguments in full, or leave it out"
     )
-    with pytest.raises(MeshError, match="shard_map: no mesh is in force"):
+    with pytest.raises(MeshError, match="shard_map: there is no current mesh"):
         mapped()(rows())
 
 
@@ -591,19 +594,19 @@ def test_shards_that_make_no_whole() -> None:
     def f(x: Any) -> Any:
         return x[: 1 + md.lax.axis_index("dp")]
 
-    assert refused(ShapeError, lambda mesh: mapped(f)(rows())) == [
-        "shard_map of f: the shards of result make no whole",
+    assert rejected(ShapeError, lambda mesh: mapped(f)(rows())) == [
+        "shard_map of f: the shards of result do not form a global array",
         f"{WHERE}, spec P('dp',)",
         "  expected: shards of one size, since all arguments are cut evenly",
         "  found:    ranks 0-1: (1, 2); ranks 2-3: (2, 2)",
-        "  fix:      say the sizes: out_specs=md.NamedSharding(mesh, P('dp',), shard_sizes={dim: "
+        "  fix:      pass the sizes: out_specs=md.NamedSharding(mesh, P('dp',), shard_sizes={dim: "
         "sizes})",
     ]
-    lines = refused(ShapeError, lambda mesh: mapped(out_specs=P("tp"), check_vma=False)(rows(3)))
+    lines = rejected(ShapeError, lambda mesh: mapped(out_specs=P("tp"), check_vma=False)(rows(3)))
     assert lines[2:] == [
-        "  expected: sizes that differ along the axes of their own dim alone",
+        "  expected: sizes that differ only along the axes that cut the dim",
         "  found:    ranks 0-1: (2, 2); ranks 2-3: (1, 2)",
-        "  fix:      let f return equal shapes along axes that do not cut the dim",
+        "  fix:      return equal shapes from f along axes that do not cut the dim",
     ]
 
 
@@ -641,11 +644,11 @@ def test_other_numbers_of_results_are_told_on_all_ranks() -> None:
         assert "rank 1: 2 arrays" in text
 
 
-def test_sizes_that_were_not_said_are_found_by_the_next_verb(pool: Pool) -> None:
+def test_sizes_that_were_not_said_are_found_by_the_next_collective(pool: Pool) -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         f = mapped(lambda x: x[: 1 + md.lax.axis_index("dp")], mesh=mesh)
-        with pytest.raises(AgreementError) as raised:
+        with pytest.raises(MismatchError) as raised:
             f(rows()).full()
         return str(raised.value)
 
@@ -682,7 +685,7 @@ def test_results_that_differ_unseen_are_found_at_detail_and_on_simulated_ranks(p
                 "  expected: equal values along each axis that the spec leaves out",
                 "  found:    rank 1 differs from rank 0, by up to 0.14 of its largest value",
             ]
-            assert "lax.pvary(x, axis) before a value meets what types do not see" in lines[0][4]
+            assert "lax.pvary(x, axis) before x meets a number that differs by rank" in lines[0][4]
         assert pool.run(program, 2, DebugLevel.OFF, library) == [""] * 2
 
 

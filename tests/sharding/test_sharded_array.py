@@ -1,4 +1,4 @@
-"""``ShardedArray``: what it is, what it refuses, and that nothing is sent unasked."""
+"""``ShardedArray``: what it is, what it rejects, and that nothing is sent unasked."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_slices_are_views_and_have_gradients() -> None:
     assert all(torch.equal(grad, expected) for grad in on_mesh(program))
 
 
-def test_slices_of_summands_are_summands() -> None:
+def test_slices_of_partial_sums_are_partial_sums() -> None:
     def program(mesh: DeviceMesh) -> Any:
         x = md.device_put(WHOLE, md.NamedSharding(mesh, md.P("dp", unreduced={"tp"})))
         return held(x[3:6])
@@ -215,18 +215,26 @@ def test_along_axes_of_size_1_every_rank_holds_the_whole() -> None:
 
 
 REFUSED: list[tuple[Callable[[Any], Any], type[Exception], list[str]]] = [
-    (np.asarray, KindError, ["numpy.asarray of an array that no rank holds", "x.full() gathers"]),
-    (lambda x: np.concatenate([x, x]), KindError, ["numpy.asarray of an array"]),
-    (lambda x: x.item(), KindError, ["item of an array", "[0:5, 0:4] on this rank"]),
-    (bool, KindError, ["bool of an array", "array float32[10@dp, 4]"]),
-    (int, KindError, ["int of an array"]),
-    (float, KindError, ["float of an array"]),
-    (complex, KindError, ["complex of an array"]),
-    (lambda x: 3 in x, KindError, ["in of an array"]),
+    (
+        np.asarray,
+        KindError,
+        ["numpy.asarray needs the global array, and no rank holds it in full", "call x.full()"],
+    ),
+    (lambda x: np.concatenate([x, x]), KindError, ["numpy.asarray needs the global array"]),
+    (lambda x: x.item(), KindError, ["item needs the global array", "[0:5, 0:4] on this rank"]),
+    (bool, KindError, ["bool needs the global array", "array float32[10@dp, 4]"]),
+    (int, KindError, ["int needs the global array"]),
+    (float, KindError, ["float needs the global array"]),
+    (complex, KindError, ["complex needs the global array"]),
+    (lambda x: 3 in x, KindError, ["in needs the global array"]),
     (iter, KindError, ["cannot be iterated", "x.local"]),
-    (lambda x: x.sum().item(), KindError, ["item of an array", "a summand"]),
+    (lambda x: x.sum().item(), KindError, ["item needs the global array", "a partial sum"]),
     (lambda x: x[3], ArgumentError, ["x[3:4]"]),
-    (lambda x: x.__setitem__(0, 1), KindError, ["not written in place", "x.local[...] = value"]),
+    (
+        lambda x: x.__setitem__(0, 1),
+        KindError,
+        ["cannot be written in place", "x.local[...] = value"],
+    ),
     (lambda x: x.max(), AttributeError, ["has no max", "x.local.max", "x.full().max"]),
     (lambda x: x.T, AttributeError, ["has no T"]),
     (lambda x: x.nothing, AttributeError, ["no attribute 'nothing'"]),
@@ -235,7 +243,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], list[str]]] = [
         lambda x: x.reshard("b@tp d -> b d"),
         ArgumentError,
         [
-            "does not lie as the left side of 'b@tp d",
+            "sharding does not match the left side of 'b@tp d",
             "expected: P('dp',)",
             "found:    P('tp', None)",
             "write the right side alone",
@@ -245,12 +253,12 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], list[str]]] = [
     (
         lambda x: md.reshard(x, md.P(), shape=(10, 4)),
         ArgumentError,
-        ["knows its mesh and its shape"],
+        ["takes no mesh and no shape"],
     ),
     (
         lambda x: md.reshard(x, md.P(), md.NamedSharding(x.mesh, md.P())),
         ArgumentError,
-        ["knows its"],
+        ["takes no mesh and no shape"],
     ),
     (lambda x: md.all_reduce(x), KindError, ["all_reduce cannot take", "tensor.local"]),
 ]
@@ -287,7 +295,8 @@ def test_scalars_have_no_length() -> None:
         (
             lambda mesh: md.ShardedArray(torch.zeros(3), md.NamedSharding(mesh, md.P("dp")), (9,)),
             ShapeError,
-            ["no shard of an array of shape (9,)", "expected: shape (5,)", "found:    shape (3,)",
+            ["is not a shard of an array of shape (9,)", "expected: shape (5,)", "found:    "
+                                                                                 "shape (3,)",
              "shard_sizes={dim: sizes}"],
         ),
         (
@@ -308,19 +317,19 @@ def test_scalars_have_no_length() -> None:
         (
             lambda mesh: md.ShardedArray(torch.zeros(2), md.P()),
             MeshError,
-            ["ShardedArray: no mesh is in force", "name the mesh: NamedSharding(mesh, spec)"],
+            ["ShardedArray: there is no current mesh", "pass the mesh: NamedSharding(mesh, spec)"],
         ),
         (
             lambda mesh: md.ShardedArray(torch.zeros(2), md.NamedSharding(mesh.layout, md.P())),
             MeshError,
-            ["a bare layout only plans", "md.DeviceMesh('cpu', layout)"],
+            ["a Layout has no processes", "md.DeviceMesh('cpu', layout)"],
         ),
         (
             lambda mesh: md.ShardedArray(
                 torch.zeros(2, dtype=torch.bool), md.NamedSharding(mesh, md.P(unreduced={"dp"}))
             ),
             ArgumentError,
-            ["bool values have no summands", "bool[2]{U:dp}", "int32"],
+            ["bool values cannot be partial sums", "bool[2]{U:dp}", "int32"],
         ),
     ],
 )  # fmt: skip
@@ -342,7 +351,7 @@ def test_a_rank_outside_the_mesh_has_none() -> None:
         return ""
 
     text = md.simulate(program, 3)[1]
-    for word in ("does not hold this rank", "rank 1, mesh (dp=2)", "get_coordinate() is None"):
+    for word in ("does not contain this rank", "rank 1, mesh (dp=2)", "get_coordinate() is None"):
         assert word in text
 
 
@@ -367,7 +376,7 @@ def test_more_ranks_than_the_mesh_has_are_counted(call: str) -> None:
         assert f"rank {rank}, mesh (dp=2" in text
         assert "expected: one of ranks 0-3\n" in text
         assert "found:    the mesh has 4 of 6 ranks\n" in text
-        assert "fix:      start 4 ranks, or make a mesh of all 6; " in text
+        assert "fix:      start 4 ranks, or create a mesh of all 6; " in text
 
 
 # -- copies, pickles, trees -----------------------------------------------------------------------

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import meshdist as md
-from meshdist.sharding.executor import Carrier
-from meshdist.sharding.steps import Arrangement, Exchange, Pad, Price, Step, Take, VerbStep
+from meshdist.sharding.executor import PlanExecutor
+from meshdist.sharding.steps import Arrangement, CollectiveStep, Exchange, Pad, Price, Step, Take
 from tests.sharding.interpreter import arranged
 from tests.sharding.reshard_cases import mesh_of
 
@@ -34,19 +34,21 @@ def test_an_arrangement_is_plain_where_a_reshape_gives_the_same(how):
 
 
 def test_an_all_reduce_counts_both_halves() -> None:
-    prices = [VerbStep((10,), (0,), 4, place, "all_reduce", (10,)).price for place in range(4)]
+    prices = [
+        CollectiveStep((10,), (0,), 4, place, "all_reduce", (10,)).price for place in range(4)
+    ]
     assert [price.received for price in prices] == [3 * n + 10 - n for n in (3, 3, 2, 2)]
     total = sum(price.received for price in prices)
     assert total == sum(price.sent for price in prices) == 2 * 3 * 10
     assert prices[0].num_peers == 6
 
 
-def test_even_verbs_count_the_parts_of_others() -> None:
+def test_even_collectives_count_the_parts_of_others() -> None:
     swap = Arrangement((4, 3), (None, None), (0, 1), (4, 3))
     turned = Arrangement((4, 3), (None, None), (1, 0), (3, 4))
-    gather = VerbStep((12,), (0,), 4, 1, "all_gather_into_tensor", (3,), None, swap)
-    scatter = VerbStep((3,), (0,), 4, 1, "reduce_scatter_tensor", (3,), swap)
-    spread = VerbStep((3, 4), (0,), 4, 1, "all_to_all_single", (3,), turned, turned)
+    gather = CollectiveStep((12,), (0,), 4, 1, "all_gather_into_tensor", (3,), None, swap)
+    scatter = CollectiveStep((3,), (0,), 4, 1, "reduce_scatter_tensor", (3,), swap)
+    spread = CollectiveStep((3, 4), (0,), 4, 1, "all_to_all_single", (3,), turned, turned)
     assert gather.price == scatter.price == Price(9, 9, 3, 0)
     assert spread.price == Price(9, 9, 3, 24)  # both are copies
     names = [step.name for step in (gather, scatter, spread)]
@@ -79,12 +81,12 @@ def test_a_kind_without_a_price_cannot_be_made() -> None:
         Unpriced((2,))
 
 
-def test_a_kind_that_nothing_carries_is_refused_before_anything_is_sent() -> None:
+def test_a_kind_that_nothing_carries_is_rejected_before_anything_is_sent() -> None:
     class Uncarried(Step):
         words, price = "move by hand", Price(1, 1, 1)
 
     def program() -> None:
         with pytest.raises(AssertionError, match="Uncarried"):
-            Carrier((Uncarried((2,)),), (2,), mesh_of((2,)), "a plan")
+            PlanExecutor((Uncarried((2,)),), (2,), mesh_of((2,)), "a plan")
 
     md.simulate(program, 2)

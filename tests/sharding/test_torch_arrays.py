@@ -41,8 +41,8 @@ def test_there_and_back(pool: Pool) -> None:
             )
             assert back.stride() == (7, 1)
         part = whole.chunk(2)[mesh.get_local_rank("dp")] / 2
-        summands = DTensor.from_local(part, theirs, [Shard(0), Partial()])
-        ours = md.from_dtensor(summands, mesh)
+        partial_sums = DTensor.from_local(part, theirs, [Shard(0), Partial()])
+        ours = md.from_dtensor(partial_sums, mesh)
         assert ours.sharding.spec == md.P("dp", None, unreduced={"tp"})
         assert ours.full().equal(whole)
         assert md.to_dtensor(ours, theirs).full_tensor().equal(whole)
@@ -76,7 +76,7 @@ def test_sizes_of_torch(pool: Pool) -> None:
             md.to_dtensor(balanced)
         assert again.full_tensor().tolist() == list(range(9))
         text = str(caught[0].message)
-        assert "to_dtensor reshards: torch holds this array otherwise" in text
+        assert "to_dtensor reshards this array, because torch shards it differently" in text
         assert "expected: dim 0 in 3, 3, 3, 0 along dp" in text
         assert "found:    dim 0 in 3, 2, 2, 2 along dp" in text
         assert caught[0].filename == __file__
@@ -134,7 +134,7 @@ def test_gradients_pass(pool: Pool) -> None:
         factor = distribute_tensor(torch.arange(3.0), theirs, [Replicate()])
         (dtensor * factor).sum().backward()
         assert local.grad is not None
-        md.all_reduce(local.grad)  # its summands, one on each rank
+        md.all_reduce(local.grad)  # its partial sums, one on each rank
         return [weight.grad.full_tensor().tolist(), local.grad.tolist()]
 
     assert pool.run(program, 2) == [[[[3.0, 3.0]] * 4, [0.0, 1.0, 2.0]]] * 2
@@ -182,9 +182,9 @@ def test_refusals(pool: Pool) -> None:
     for texts in pool.run(program, 2):
         assert texts[0] == "from_dtensor takes a DTensor\n  found:    a Tensor"
         assert texts[1] == "to_dtensor takes a ShardedArray\n  found:    a Tensor"
-        assert texts[2].startswith("from_dtensor: torch's mesh and ours are not the same\n")
+        assert texts[2].startswith("from_dtensor: torch's mesh and the meshdist mesh differ\n")
         assert "fix:      make one from the other" in texts[3]
-        assert "an average of whole numbers" in texts[4]
-        assert "Partial('max') has no counterpart" in texts[5]
+        assert "an average of integers" in texts[4]
+        assert "Partial('max') is not supported" in texts[5]
         assert "shard" in texts[6]
         assert "(1,)" in texts[6]

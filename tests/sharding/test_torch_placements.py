@@ -113,7 +113,7 @@ def test_kinds() -> None:
             ArgumentError,
             [Partial("max"), Replicate()],
             (4,),
-            "Partial('max') has no counterpart: unreduced values are summands\n"
+            "Partial('max') is not supported: unreduced values are partial sums\n"
             "  where:    placements [Partial(max), Replicate()] of shape (4,) on mesh "
             "(dp=2, tp=4)\n"
             "  expected: Partial('sum') or Partial('avg')\n"
@@ -123,7 +123,7 @@ def test_kinds() -> None:
             KindError,
             [Replicate(), _MaskPartial(offset_shape=None)],
             (4,),
-            "is no placement of which the meaning is known",
+            "is not a supported placement",
         ),
         (KindError, ["dp", Replicate()], (4,), "found:    a str"),
         (LengthError, [Replicate()], (4,), "expected: 2 placements\n  found:    1"),
@@ -133,13 +133,13 @@ def test_kinds() -> None:
             ShapeError,
             [_StridedShard(0, split_factor=4), Shard(0)],
             (12,),
-            "_StridedShard of a dim that does not divide: a rank's shard is not one piece",
+            "_StridedShard of a dim that does not divide evenly: a rank's shard is not contiguous",
         ),
         (
             ShapeError,
             [_StridedShard(0, split_factor=2), Shard(0)],
             (16,),
-            "_StridedShard over axis 'dp' does not fit the placements after it",
+            "_StridedShard over axis 'dp' does not match the placements after it",
         ),
         (
             ShapeError,

@@ -102,7 +102,7 @@ def test_what_is_equal_is_cast_where_a_pattern_says_more() -> None:
     assert typed(body)[0] == ([1.0] * 4, ((), (), ()), [4.0, 6.0])
 
 
-def refused(body: Callable[..., Any]) -> str:
+def rejected(body: Callable[..., Any]) -> str:
     def call(mesh: Any) -> str:
         with pytest.raises(AxisTypeError) as found:
             body(mesh)
@@ -115,20 +115,26 @@ def test_kinds_that_do_not_fit() -> None:
     def given(pattern: str, **kinds: Any) -> Callable[..., Any]:
         return lambda mesh: md.reshard(md.annotate(torch.ones(2, 4), **kinds), pattern, mesh)
 
-    text = refused(given("s@a d -> s d", varying=("a", "b")))
-    assert "reshard of a value that is varying over 'b', and invariant there" in text
+    text = rejected(given("s@a d -> s d", varying=("a", "b")))
+    assert "a value that is varying over 'b': its pattern or spec requires invariant" in text
     assert "found:    x: float32[2, 4]{V:a,b}" in text
-    assert "write the axis where it cuts a dim, as in 'n@b'" in text
-    text = refused(given("s d -> s@a d", unreduced="a"))
-    assert "unreduced over 'a', and invariant there" in text and "write {U:a} on the left" in text
-    text = refused(given("s d -> s@a d", reduced="b"))
-    assert "reduced over 'b', and invariant there" in text and "write {R:b} on the left" in text
-    text = refused(given("s d {U:a} -> s d"))
-    assert "invariant over 'a', and unreduced there" in text
+    assert "write the axis at the dimension that it shards, as in 'n@b'" in text
+    text = rejected(given("s d -> s@a d", unreduced="a"))
+    assert (
+        "unreduced over 'a': its pattern or spec requires invariant" in text
+        and "write {U:a} on the left" in text
+    )
+    text = rejected(given("s d -> s@a d", reduced="b"))
+    assert (
+        "reduced over 'b': its pattern or spec requires invariant" in text
+        and "write {R:b} on the left" in text
+    )
+    text = rejected(given("s d {U:a} -> s d"))
+    assert "invariant over 'a': its pattern or spec requires unreduced" in text
     assert "md.annotate(x, unreduced='a')" in text
 
 
-def test_what_each_rank_has_is_its_summand_where_the_pattern_says_so() -> None:
+def test_what_each_rank_has_is_its_partial_sum_where_the_pattern_says_so() -> None:
     """As for ``lax.psum``: the gradients are equal to those of one, and of the same kinds."""
 
     def body(mesh: Any) -> Any:
@@ -146,16 +152,16 @@ def test_what_each_rank_has_is_its_summand_where_the_pattern_says_so() -> None:
                 found.append((total.tolist(), grad.tolist(), kinds(total), kinds(grad)))
         return found
 
-    for first, second, by_verb in typed(body):
-        assert first == second == by_verb
+    for first, second, by_operation in typed(body):
+        assert first == second == by_operation
         assert first[2:] == (((), (), ()), (("a",), (), ()))
 
-    def cut(mesh: Any) -> Any:  # what is known to be a shard is no summand
+    def cut(mesh: Any) -> Any:  # what is known to be a shard is no partial sum
         return md.reshard(md.shard(torch.ones(2, 4), "s@a d", mesh), "s d {U:a} -> s d", mesh)
 
-    text = refused(cut)
-    assert "varying over 'a', and unreduced there" in text
-    assert "x carries a spec, whose axes cut its dims: write them on the left" in text
+    text = rejected(cut)
+    assert "varying over 'a': its pattern or spec requires unreduced" in text
+    assert "write the axes of the spec that x carries on the left" in text
 
 
 # -- leaves whose parts differ --------------------------------------------------------------------
@@ -204,14 +210,17 @@ def test_a_parameter_keeps_the_mark_of_the_shard_that_it_is_made_from(size: int)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_leaf_that_is_cut_and_lacks_its_mark_is_refused(size: int) -> None:
+def test_a_leaf_that_is_cut_and_lacks_its_mark_is_rejected(size: int) -> None:
     for text in gathered(lambda shard, mesh: torch.nn.Parameter(shard.clone()), size):
         assert text.startswith(
-            "reshard of a value that is invariant over 'dp', and cut there by its pattern or spec\n"
+            "reshard cannot take a value that is invariant over 'dp': its pattern or spec shards "
+            "it over this axis\n"
         )
-        assert "a leaf without a mark" in text and "found:    weight: float64[" in text
-        assert "fix:      say where it lies: md.annotate(weight, md.P('dp', None)); " in text
-        assert "Where it is equal on all ranks: md.annotate(weight)" in text
+        assert "a leaf without an annotation" in text and "found:    weight: float64[" in text
+        assert (
+            "fix:      annotate how it is sharded: md.annotate(weight, md.P('dp', None)); " in text
+        )
+        assert "if it is equal on all ranks, call md.annotate(weight)" in text
     wanted = parts_of_one_device(size)
     found = gathered(
         lambda shard, mesh: md.annotate(torch.nn.Parameter(shard.clone()), md.P("dp", None)), size
@@ -219,10 +228,10 @@ def test_a_leaf_that_is_cut_and_lacks_its_mark_is_refused(size: int) -> None:
     assert all(torch.equal(one, part) for one, part in zip(found, wanted, strict=True))
 
 
-def test_what_is_made_from_such_a_leaf_is_refused_too() -> None:
+def test_what_is_made_from_such_a_leaf_is_rejected_too() -> None:
     text = gathered(lambda shard, mesh: torch.nn.Parameter(shard.clone()), 2, lambda w: w * 1)[0]
-    assert "x: float64[3, 2], made from values that are invariant over 'dp'" in text
-    assert "annotate what it is made from: md.annotate(w, varying='dp')" in text
+    assert "x: float64[3, 2], computed from values that are invariant over 'dp'" in text
+    assert "annotate the tensor that it is computed from: md.annotate(w, varying='dp')" in text
     assert "lax.pvary(x, 'dp')" in text
     # A wrapper's mark over other axes says nothing of this one, and no gradient is no harm.
     with_data = gathered(
@@ -230,7 +239,7 @@ def test_what_is_made_from_such_a_leaf_is_refused_too() -> None:
         2,
         torch.no_grad()(lambda w: (md.reshard(w, "f@dp d -> f d", f=6), w)[1]),
     )
-    assert "a leaf without a mark" in with_data[0]
+    assert "a leaf without an annotation" in with_data[0]
 
 
 def test_meshes_that_are_no_part_of_the_contexts() -> None:
@@ -238,8 +247,8 @@ def test_meshes_that_are_no_part_of_the_contexts() -> None:
         other = md.init_device_mesh("cpu", (4,), mesh_dim_names=("c",))
         md.reshard(torch.ones(2, 4), "s@c d -> s d", other)
 
-    text = refused(body)
-    assert "reshard over 'c' of a mesh that is no part of the context's" in text
+    text = rejected(body)
+    assert "reshard cannot use 'c' of a mesh that is not part of the md.typed mesh" in text
     assert "expected: axes of DeviceMesh(a=2, b=2)" in text
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import meshdist as md
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 from .split_models import (
     SEQUENCE_PLAN,
@@ -68,18 +68,19 @@ def test_a_compiled_model_has_the_numbers_of_one_device(
 
 
 @pytest.mark.parametrize(
-    "wire", ["shm", *(pytest.param(wire, marks=pytest.mark.soak) for wire in ("gloo", "mpi"))]
+    "backend",
+    ["shm", *(pytest.param(backend, marks=pytest.mark.soak) for backend in ("gloo", "mpi"))],
 )
-def test_a_compiled_model_on_processes(pool: Pool, wire: str) -> None:
+def test_a_compiled_model_on_processes(pool: Pool, backend: str) -> None:
     def program() -> float:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", NOT_A_LEAF)
             return compiled_steps(SEQUENCE_PLAN, "aot_eager", is_method=False)
 
-    assert max(WIRES[wire](pool, program, 2)) < 1e-13
+    assert max(BACKENDS[backend](pool, program, 2)) < 1e-13
 
 
-def test_a_whole_graph_of_a_split_layer_is_refused() -> None:
+def test_a_whole_graph_of_a_split_layer_is_rejected() -> None:
     def program() -> str:
         md.seed(0)
         layer = md.parallelize(nn.Linear(4, 4), mesh_of(2), {"": "column"})
@@ -88,4 +89,4 @@ def test_a_whole_graph_of_a_split_layer_is_refused() -> None:
             net(torch.ones(2, 4))
         return str(caught.value)
 
-    assert "is no part of a graph" in md.simulate(program, 2)[0]
+    assert "meshdist calls cannot be part of a graph" in md.simulate(program, 2)[0]

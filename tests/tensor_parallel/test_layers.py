@@ -1,4 +1,4 @@
-"""Layers that are split over an axis: the numbers of one device, what they send and refuse."""
+"""Layers that are split over an axis: the numbers of one device, what they send and reject."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.errors import AgreementError, ArgumentError, ShapeError
+from meshdist.errors import ArgumentError, MismatchError, ShapeError
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 from .split_models import (
     SEQUENCE_PLAN,
@@ -94,7 +94,7 @@ def test_a_step_is_that_of_one_device(
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("plan", [WHOLE_PLAN, SEQUENCE_PLAN])
-def test_a_step_on_wires(pool: Pool, backend: str, plan: dict[str, str]) -> None:
+def test_a_step_on_backends(pool: Pool, backend: str, plan: dict[str, str]) -> None:
     def program() -> float:
         mesh = mesh_of(2)
         sizes = Sizes(is_tied=True)
@@ -186,7 +186,7 @@ def test_frozen_parameters_stay_so() -> None:
 # -- what is sent ---------------------------------------------------------------------------------
 
 
-def verbs_under(body: Callable[[], Any]) -> tuple[list[str], Any]:
+def operations_under(body: Callable[[], Any]) -> tuple[list[str], Any]:
     with torch.profiler.profile(activities=CPU, acc_events=True) as profile:
         result = body()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
@@ -209,7 +209,8 @@ class Projections(nn.Module):
         return self.q(y).sum() + self.k(y).sum() + self.v(y).sum()
 
 
-# The module, the word of its layers, the input on two ranks, and the verbs forward and backward.
+# The module, the word of its layers, the input on two ranks, and the collectives forward and
+# backward.
 SENT: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], list[str], list[str]]] = {
     "q, k, v": (Projections, "column", (2, 4, 4), [], [SUM]),
     "q, k, v of a part": (Projections, "column_sequence", (2, 2, 4), [GATHER], [SCATTER]),
@@ -237,7 +238,7 @@ SENT: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], list[str], 
 }
 
 
-def test_verbs_forward_and_backward(pool: Pool) -> None:
+def test_collectives_forward_and_backward(pool: Pool) -> None:
     def program() -> dict[str, tuple[list[str], list[str]]]:
         mesh, found = mesh_of(2), {}
         for name, (make_module, word, shape, _, _) in SENT.items():
@@ -245,7 +246,7 @@ def test_verbs_forward_and_backward(pool: Pool) -> None:
             module = make_module()
             pattern = "?" if isinstance(module, Projections) else ""
             for each, check in ((make_module(), False), (module, True)):
-                sent, _ = verbs_under(
+                sent, _ = operations_under(
                     lambda each=each, pattern=pattern, word=word, check=check: md.parallelize(
                         each, mesh["tp"], {pattern: word}, check=check
                     )
@@ -257,8 +258,8 @@ def test_verbs_forward_and_backward(pool: Pool) -> None:
                 return module(2 * x).sum()  # type: ignore[no-any-return]
 
             forward().backward()  # opens groups
-            there, loss = verbs_under(forward)
-            found[name] = there, verbs_under(loss.backward)[0]
+            there, loss = operations_under(forward)
+            found[name] = there, operations_under(loss.backward)[0]
         return found
 
     for found in pool.run(program, 2, backend="shm"):
@@ -299,10 +300,10 @@ def in_inference_mode() -> float:
 
 
 @pytest.mark.parametrize(
-    ("wire", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
+    ("backend", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
 )
-def test_a_cut_sequence_in_inference_mode(pool: Pool, wire: str, size: int) -> None:
-    assert max(WIRES[wire](pool, in_inference_mode, size)) < 1e-13
+def test_a_cut_sequence_in_inference_mode(pool: Pool, backend: str, size: int) -> None:
+    assert max(BACKENDS[backend](pool, in_inference_mode, size)) < 1e-13
 
 
 @pytest.mark.parametrize("plan", [WHOLE_PLAN, SEQUENCE_PLAN])
@@ -366,7 +367,7 @@ def test_an_embedding_has_sparse_gradients_where_torchs_has() -> None:
 
 
 @pytest.mark.parametrize("index", [7, -1])
-def test_an_index_that_no_row_has_is_refused_on_all_ranks(index: int) -> None:
+def test_an_index_that_no_row_has_is_rejected_on_all_ranks(index: int) -> None:
     def program(mesh: md.DeviceMesh) -> str:
         layer = md.parallelize(nn.Embedding(7, 3), mesh, {"": "vocab"})
         with pytest.raises(ArgumentError) as raised:
@@ -378,15 +379,16 @@ def test_an_index_that_no_row_has_is_refused_on_all_ranks(index: int) -> None:
     assert (
         texts
         == [
-            "vocab: an index is outside of the 7 that there are\n"
+            "vocab: index out of range for size 7\n"
             "  expected: indices from 0 to 6\n"
-            f"  found:    {index} among 3 indices"
+            f"  found:    {index} among 3 indices\n"
+            "  fix:      correct these indices, or create the model with a larger size"
         ]
         * 2
     )
 
 
-def test_a_sequence_that_cannot_be_cut_is_refused_before_anything_is_sent() -> None:
+def test_a_sequence_that_cannot_be_cut_is_rejected_before_anything_is_sent() -> None:
     def program(mesh: md.DeviceMesh) -> str:
         md.seed(0)
         model = md.parallelize(LanguageModel(), mesh, SEQUENCE_PLAN)
@@ -397,10 +399,10 @@ def test_a_sequence_that_cannot_be_cut_is_refused_before_anything_is_sent() -> N
     assert (
         on_ranks(program, 2)
         == [
-            "a sequence of 5 places is cut over 'tp', which has 2 ranks\n"
+            "cannot split a sequence of length 5 over 'tp', which has 2 ranks\n"
             "  expected: an output of shape [..., s, f] with s a multiple of 2\n"
             "  found:    shape (2, 5, 4)\n"
-            "  fix:      pad the sequence; or take words without _sequence"
+            "  fix:      pad the sequence to a multiple of 2, or use styles without _sequence"
         ]
         * 2
     )
@@ -410,7 +412,7 @@ def test_parts_of_a_sequence_that_differ_in_length_are_told() -> None:
     def program(mesh: md.DeviceMesh) -> None:
         md.seed(0)
         layer = md.parallelize(nn.Linear(4, 4), mesh, {"": "column_sequence"})
-        with pytest.raises(AgreementError, match=r"s@tp d -> \.\.\. s d"):
+        with pytest.raises(MismatchError, match=r"s@tp d -> \.\.\. s d"):
             layer(torch.zeros(2 + mesh.get_local_rank(), 4))
 
     on_ranks(program, 2)
@@ -516,10 +518,10 @@ def reentered() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("wire", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
+    ("backend", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
 )
-def test_a_reduced_module_that_calls_itself(pool: Pool, wire: str, size: int) -> None:
-    for mine, of_one_device in WIRES[wire](pool, reentered, size):
+def test_a_reduced_module_that_calls_itself(pool: Pool, backend: str, size: int) -> None:
+    for mine, of_one_device in BACKENDS[backend](pool, reentered, size):
         assert mine == of_one_device
 
 
@@ -527,7 +529,7 @@ def test_without_gradients_nothing_is_wrapped_around_reduced_parameters(pool: Po
     def program() -> list[str]:
         norm = md.parallelize(nn.LayerNorm(4), mesh_of(2), {"": "reduced"})
         with torch.inference_mode():
-            return verbs_under(lambda: norm(torch.ones(2, 4)))[0]
+            return operations_under(lambda: norm(torch.ones(2, 4)))[0]
 
     assert pool.run(program, 2, backend="shm") == [[], []]
 

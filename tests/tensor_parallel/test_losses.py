@@ -12,16 +12,16 @@ from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisTypeError,
     DtypeError,
     MeshdistError,
+    MismatchError,
     ShapeError,
 )
 from meshdist.tensor_parallel import cross_entropy
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
 
@@ -153,11 +153,13 @@ def losses_with_an_offset(offset: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("wire", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
+    ("backend", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
 )
 @pytest.mark.parametrize("offset", [1e4, -1e6])
-def test_a_common_offset_costs_no_digits(pool: Pool, wire: str, size: int, offset: float) -> None:
-    for errors in WIRES[wire](pool, losses_with_an_offset, size, offset):
+def test_a_common_offset_costs_no_digits(
+    pool: Pool, backend: str, size: int, offset: float
+) -> None:
+    for errors in BACKENDS[backend](pool, losses_with_an_offset, size, offset):
         for mine, torchs in errors:
             assert mine <= torchs + 4e-6  # a few roundings of a loss of about 10
 
@@ -179,42 +181,46 @@ WRONG: dict[str, tuple[Any, type[MeshdistError], str]] = {
     "targets that are no integers": (
         lambda x, mesh: cross_entropy(x, torch.zeros(2), mesh["tp"]),
         DtypeError,
-        "cross_entropy takes indices of classes as targets\n"
+        "cross_entropy takes class indices as target\n"
         "  expected: a target of an integer dtype\n"
         "  found:    shape (2,), float32\n"
-        "  fix:      target.long()",
+        "  fix:      convert the target: target.long()",
     ),
     "another shape": (
         lambda x, mesh: cross_entropy(x, torch.zeros(2, 3, dtype=torch.int64), mesh["tp"]),
         ShapeError,
-        "cross_entropy: each place must have its target\n"
-        "  expected: a target of shape (2,): the classes are the last dim\n"
+        "cross_entropy: the shapes of logits and target do not match\n"
+        "  expected: a target of shape (2,) (the last dim holds the classes)\n"
         "  found:    logits of shape (2, 3), target of shape (2, 3)\n"
-        "  fix:      targets are indices, not probabilities",
+        "  fix:      pass class indices, not probabilities",
     ),
     "another number of places": (
         lambda x, mesh: cross_entropy(x, torch.zeros(3, dtype=torch.int64), mesh["tp"]),
         ShapeError,
-        "cross_entropy: each place must have its target\n"
-        "  expected: a target of shape (2,): the classes are the last dim\n"
-        "  found:    logits of shape (2, 3), target of shape (3,)",
+        "cross_entropy: the shapes of logits and target do not match\n"
+        "  expected: a target of shape (2,) (the last dim holds the classes)\n"
+        "  found:    logits of shape (2, 3), target of shape (3,)\n"
+        "  fix:      pass one class index for each position of the logits",
     ),
     "no class": (
         lambda x, mesh: cross_entropy(x, torch.tensor([1, 6]), mesh["tp"]),
         ArgumentError,
-        "cross_entropy, target: an index is outside of the 6 that there are\n"
+        "cross_entropy, target: index out of range for size 6\n"
         "  expected: indices from 0 to 5\n"
-        "  found:    6 among 2 indices",
+        "  found:    6 among 2 indices\n"
+        "  fix:      correct these indices, or create the model with a larger size",
     ),
     "a reduction": (
         lambda x, mesh: cross_entropy(x, torch.tensor([1, 5]), mesh["tp"], reduction="max"),
         ArgumentError,
-        "cross_entropy has no reduction 'max'\n  expected: 'mean', 'sum', 'none'",
+        "cross_entropy does not support reduction='max'\n  expected: one of 'mean', 'sum', 'none'\n"
+        "  fix:      pass for example reduction='mean'",
     ),
     "smoothing": (
         lambda x, mesh: cross_entropy(x, torch.tensor([1, 5]), mesh["tp"], label_smoothing=2.0),
         ArgumentError,
-        "cross_entropy: label_smoothing is 2.0\n  expected: a number from 0 to 1",
+        "cross_entropy cannot use label_smoothing=2.0\n  expected: a number from 0 to 1\n"
+        "  fix:      pass for example label_smoothing=0.1",
     ),
     "classes": (
         lambda x, mesh: cross_entropy(x, torch.tensor([1, 5]), mesh["tp"], num_classes=9),
@@ -223,13 +229,13 @@ WRONG: dict[str, tuple[Any, type[MeshdistError], str]] = {
         "  where:    rank 1, axis 'tp' of DeviceMesh(tp=2)\n"
         "  expected: logits of shape [..., 4]\n"
         "  found:    shape (2, 3)\n"
-        "  fix:      give the number of classes of the whole: num_classes=...",
+        "  fix:      pass the number of classes of all ranks together: num_classes=...",
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_refused_before_anything_is_sent(name: str) -> None:
+def test_what_is_rejected_before_anything_is_sent(name: str) -> None:
     call, kind, text = WRONG[name]
 
     def program() -> str:
@@ -244,7 +250,7 @@ def test_ranks_with_other_numbers_of_classes_all_raise() -> None:
     def program() -> str:
         mesh = mesh_of(2)
         mine = torch.zeros(2, 3 - mesh.get_local_rank())
-        with pytest.raises(AgreementError) as raised:
+        with pytest.raises(MismatchError) as raised:
             cross_entropy(mine, torch.tensor([0, 1]), mesh["tp"])
         return str(raised.value)
 
@@ -254,7 +260,7 @@ def test_ranks_with_other_numbers_of_classes_all_raise() -> None:
         assert "logits of 4 classes" in text
 
 
-def test_torchs_loss_of_cut_logits_is_refused_in_a_context() -> None:
+def test_torchs_loss_of_cut_logits_is_rejected_in_a_context() -> None:
     def program() -> tuple[bool, str]:
         mesh = mesh_of(2)
         whole, _ = draw((4,), 6, -100)
@@ -267,7 +273,7 @@ def test_torchs_loss_of_cut_logits_is_refused_in_a_context() -> None:
 
     for is_equal, text in md.simulate(program, 2):
         assert not is_equal
-        assert "backward of a loss that varies over 'tp'" in text
+        assert "backward cannot start from a loss that varies over 'tp'" in text
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -285,5 +291,5 @@ def test_fewer_classes_than_ranks_raise_on_every_rank(size: int) -> None:
             f"  where:    rank {rank}, axis 'tp' of DeviceMesh(tp={size})\n"
             f"  expected: {size} classes or more\n"
             f"  found:    logits of shape (4, {int(rank < size - 1)})\n"
-            "  fix:      leave the head whole, and call torch.nn.functional.cross_entropy"
+            "  fix:      remove the head from the plan, and call torch.nn.functional.cross_entropy"
         )

@@ -83,7 +83,7 @@ def texts_of(case: Case, step: int, part: int) -> torch.Tensor:
 
 
 def together(case: Case) -> tuple[float, float]:
-    """The largest difference from one device: of parameters and gradients, and of norms."""
+    """The largest difference from one device: of parameters and gradients; of norms, relative."""
     return trained_together(case, "cpu", Trained(case), *alone(case))
 
 
@@ -110,7 +110,7 @@ def trained_together(
         norms.append(md.clip_grad_norm_(model.parameters(), 0.5, mesh=mesh).item())
         optimizer.step()
     return difference(model, whole, mesh), max(
-        abs(a - b) for a, b in zip(norms, wanted, strict=True)
+        abs(a - b) / b for a, b in zip(norms, wanted, strict=True)
     )
 
 
@@ -158,7 +158,7 @@ def check(case: Case) -> None:
         return trained_together(case, "cpu", Trained(case), whole, wanted)
 
     for found, of_norms in md.simulate(program, math.prod(case.shape)):
-        assert found < 1e-11 and of_norms < 1e-11
+        assert found < 1e-11 and of_norms < 1e-9  # three steps amplify roundings of the norm
 
 
 @settings(max_examples=6)
@@ -174,31 +174,31 @@ def test_three_hundred(case: Case) -> None:
     check(case)
 
 
-ON_WIRES = [
+ON_BACKENDS = [
     Case((1, 2, 2), Sizes(is_tied=True), cuts_sequence=True, num_parts=2),
     Case((1, 1, 3), Sizes(heads=3), cuts_sequence=True, is_copied=True),
     Case((2, 1, 2), Sizes(num_classes=7), has_unused=True),
 ]
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-@pytest.mark.parametrize("case", ON_WIRES, ids=lambda case: str(case.shape))
-def test_over_processes(pool: Pool, wire: str, case: Case) -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("case", ON_BACKENDS, ids=lambda case: str(case.shape))
+def test_over_processes(pool: Pool, backend: str, case: Case) -> None:
     found: Sequence[tuple[float, float]] = pool.run(
-        together, math.prod(case.shape), case, backend=wire
+        together, math.prod(case.shape), case, backend=backend
     )
     assert max(map(max, found)) < 1e-11
 
 
-@pytest.mark.parametrize("wire", [None, "gloo"])
+@pytest.mark.parametrize("backend", [None, "gloo"])
 @pytest.mark.parametrize("hosts", ["AABB", "ABAB"], ids=["data over hosts", "layers over hosts"])
-def test_over_two_hosts(two_hosts: TwoHosts, hosts: str, wire: str | None) -> None:
-    for case in (ON_WIRES[0], ON_WIRES[2]):
-        found = two_hosts.run(together, 4, case, backend=wire, hosts=hosts)
+def test_over_two_hosts(two_hosts: TwoHosts, hosts: str, backend: str | None) -> None:
+    for case in (ON_BACKENDS[0], ON_BACKENDS[2]):
+        found = two_hosts.run(together, 4, case, backend=backend, hosts=hosts)
         assert max(map(max, found)) < 1e-11
 
 
-@pytest.mark.parametrize("case", ON_WIRES, ids=lambda case: str(case.shape))
+@pytest.mark.parametrize("case", ON_BACKENDS, ids=lambda case: str(case.shape))
 def test_over_nccl(case: Case) -> None:
     """As far as a machine without a GPU can show it, by a stand-in."""
     model, (whole, wanted) = Trained(case), alone(case)  # made before, they lie on the GPU

@@ -1,4 +1,4 @@
-"""How a verb of torch's groups is asked, and what of its tensors travels."""
+"""How a collective of torch's groups is asked, and what of its tensors travels."""
 
 from __future__ import annotations
 
@@ -120,15 +120,14 @@ def test_all_pairs_are_checked_before_the_first_is_sent(pool: Pool) -> None:
         return told
 
     assert on_torch(pool, program, 2)[0] == [
-        "all_gather_into_tensor: output_tensor does not hold one input_tensor per member",
-        "all_gather_into_tensor cannot write into output_tensor: several of its elements are one "
-        "in memory",
+        "all_gather_into_tensor: output_tensor does not hold one input_tensor per rank",
+        "all_gather_into_tensor cannot write into output_tensor because its elements share memory",
         "all_gather_into_tensor has arguments of different dtypes",
         "reduce_scatter_tensor cannot reduce bool with AVG",
     ]
 
 
-def test_what_is_given_twice_is_refused() -> None:
+def test_what_is_given_twice_is_rejected() -> None:
     def program() -> None:
         group, x, ops = md.group.WORLD, torch.ones(2), md.ReduceOp
         for call in (

@@ -10,8 +10,8 @@ import torch
 from torch.distributed import HashStore
 
 from meshdist.checking.calls import Call, GroupFacts
-from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
-from tests.inner import Endings, HeaderTables, MembersDisagree, Recorder, World
+from meshdist.torch_process_groups.inner_group import TorchGroupPeers
+from tests.inner import Endings, FingerprintTables, RanksMismatch, Recorder, World
 
 RANKS = (4, 6)
 ONE_HOST = (-1, -1, -1, -1, 0, -1, 0)
@@ -25,15 +25,15 @@ class Member:
         world = World(RANKS[rank], len(hosts), store, {}, hosts=hosts)
         self.group = GroupFacts("a group", RANKS, rank)
         self.recorder = Recorder()
-        self.tables = HeaderTables(world)
+        self.tables = FingerprintTables(world)
         Endings(world).announce(words=self.tables.make_words())
         self.table = self.tables.make("a group", RANKS, compares_messages=False)
         facts = self.group, store, self.recorder, self.table
-        self.others = MembersOfTorchGroup(*facts, lambda: None)
+        self.others = TorchGroupPeers(*facts, lambda: None)
 
-    def enter(self, verb: str = "all_reduce", count: int = 2, sizes: Any = ()) -> list[int]:
+    def enter(self, operation: str = "all_reduce", count: int = 2, sizes: Any = ()) -> list[int]:
         data = torch.Size([count]), torch.float32
-        call = Call(verb, data, is_uneven=bool(sizes))
+        call = Call(operation, data, is_uneven=bool(sizes))
         self.recorder.note(self.group, call, sizes)
         assert self.table is not None
         return self.table.enter(self.recorder.sequence, call.fingerprint, *sizes)
@@ -42,7 +42,7 @@ class Member:
         """The number of a call in whose place another member has started another one."""
         try:
             self.others.compare_again(**how)
-        except MembersDisagree as failure:
+        except RanksMismatch as failure:
             self.told = str(failure)
             return failure.number
         return None

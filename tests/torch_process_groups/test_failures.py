@@ -43,7 +43,7 @@ def without_memory() -> torch.Tensor:
 def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
     def program() -> tuple[str, float]:
         rank = dist.get_rank()
-        text = caught(md.AgreementError, lambda: dist.all_reduce(torch.ones(3 + rank // 2)))
+        text = caught(md.MismatchError, lambda: dist.all_reduce(torch.ones(3 + rank // 2)))
         x = torch.ones(1)
         dist.all_reduce(x)  # the members stay in step
         return text, x.item()
@@ -53,20 +53,21 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
         line = program.__code__.co_firstlineno + 2
         where = f" at {__file__}:{line} in <lambda>"
         assert text == (
-            "the members of a group disagree about their call 1\n"
+            "collective mismatch: ranks made different calls as call 1\n"
             "  where:    group '0' (ranks 0-2); no data was moved\n"
             f"            raised on rank {rank}, call 1 on group '0' (ranks 0-2): "
             f"all_reduce(({count},) float32, SUM){where}\n"
-            "  expected: the same verb, dtype, number of elements, op and root on every member\n"
+            "  expected: the same collective, dtype, number of elements, op and root on every "
+            "rank\n"
             f"  found:    ranks 0-1: all_reduce((3,) float32, SUM){where}\n"
             f"            rank 2: all_reduce((4,) float32, SUM){where}\n"
-            "  fix:      make every member call the same verbs in the same order, on fitting "
-            "tensors"
+            "  fix:      call the same collectives in the same order, with matching tensors, "
+            "on every rank"
         )
         assert after == 3.0
 
 
-def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(pool: Pool) -> None:
+def test_what_a_handler_raises_in_a_collective_is_told_to_the_others(pool: Pool) -> None:
     def program() -> str:
         if dist.get_rank() == 1:
             time.sleep(1.0)
@@ -83,7 +84,7 @@ def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(pool: Pool) -> No
     assert ": KeyError: 'no data'" in told
 
 
-def test_a_negative_tag_is_refused_before_anything_is_sent(pool: Pool) -> None:
+def test_a_negative_tag_is_rejected_before_anything_is_sent(pool: Pool) -> None:
     def program() -> list[str]:
         x, told = torch.ones(2), []
         for call in (
@@ -98,19 +99,19 @@ def test_a_negative_tag_is_refused_before_anything_is_sent(pool: Pool) -> None:
     assert on_torch(pool, program, 2) == [["send: tag is -1", "recv: tag is -1"]] * 2
 
 
-def test_verbs_and_roots_that_differ_too(pool: Pool) -> None:
+def test_collectives_and_roots_that_differ_too(pool: Pool) -> None:
     def program() -> tuple[str, str]:
         rank = dist.get_rank()
         x = torch.ones(2)
-        verbs = [lambda: dist.all_reduce(x), lambda: dist.broadcast(x, 0)]
+        operations = [lambda: dist.all_reduce(x), lambda: dist.broadcast(x, 0)]
         return (
-            caught(md.AgreementError, verbs[rank]),
-            caught(md.AgreementError, lambda: dist.broadcast(x, rank)),
+            caught(md.MismatchError, operations[rank]),
+            caught(md.MismatchError, lambda: dist.broadcast(x, rank)),
         )
 
-    for verbs, roots in on_torch(pool, program, 2):
-        assert "rank 0: all_reduce((2,) float32, SUM)" in verbs
-        assert "rank 1: broadcast((2,) float32, root rank 0)" in verbs
+    for operations, roots in on_torch(pool, program, 2):
+        assert "rank 0: all_reduce((2,) float32, SUM)" in operations
+        assert "rank 1: broadcast((2,) float32, root rank 0)" in operations
         assert "rank 1: broadcast((2,) float32, root rank 1)" in roots
 
 
@@ -120,12 +121,12 @@ def test_a_message_that_does_not_fit(pool: Pool) -> None:
             dist.isend(torch.ones(3), 1, tag=4)
             dist.barrier()
             return ""
-        text = caught(md.AgreementError, lambda: dist.recv(torch.ones(2), 0, tag=4))
+        text = caught(md.MismatchError, lambda: dist.recv(torch.ones(2), 0, tag=4))
         dist.barrier()
         return text
 
     _, text = on_torch(pool, program, 2)
-    assert text.startswith("a message does not fit the tensor that receives it\n")
+    assert text.startswith("message mismatch: a send does not match its receive\n")
     assert "raised on rank 1, recv((2,) float32, from rank 0, tag 4) on group '0'" in text
 
 
@@ -142,7 +143,7 @@ def test_a_killed_member_is_an_error_on_the_others(pool: Pool) -> None:
     first, killed, last = outcomes_on_torch(pool, program, 3)
     assert isinstance(killed, Failure) and isinstance(killed.exception, WorkerLost)
     for text, seconds in (first, last):
-        assert "all_reduce on group '0' (ranks 0-2) failed on wire 'shm'" in text
+        assert "all_reduce on group '0' (ranks 0-2) failed on backend 'shm'" in text
         assert "found:    rank 1 has ended" in text
         assert is_within(seconds, 5.0)
 
@@ -178,13 +179,13 @@ def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout(pool: Pool) 
         return text, after
 
     text, after = on_torch(pool, program, 2, seconds=4.0)[0]
-    assert text.startswith("all_reduce on group '0' (ranks 0-1) was not finished within 4 s\n")
+    assert text.startswith("all_reduce on group '0' (ranks 0-1) timed out after 4 s\n")
     assert "expected: the same call on ranks 0-1" in text
     assert after == (
         "group '0' (ranks 0-1) cannot be used after a failure\n"
         "  where:    rank 0\n"
         "  found:    all_reduce failed before: its timeout has passed\n"
-        "  fix:      make a new group on the ranks that are left"
+        "  fix:      create a new group with the remaining ranks"
     )
 
 
@@ -212,11 +213,11 @@ def test_the_timeout_of_a_wait(pool: Pool) -> None:
         text = caught(md.CollectiveTimeoutError, lambda: work.wait(timedelta(milliseconds=100)))
         assert work.is_completed() and not work.is_success()
         assert isinstance(work.exception(), md.CollectiveTimeoutError)
-        with pytest.raises(RuntimeError, match=r"was not finished within 0\.1 s"):
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.1 s"):
             work.get_future().wait()
         return text
 
-    assert "was not finished within 0.1 s" in on_torch(pool, program, 2)[0]
+    assert "timed out after 0.1 s" in on_torch(pool, program, 2)[0]
 
 
 def test_abort_frees_whoever_waits(pool: Pool) -> None:
@@ -291,7 +292,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: all_gather_single_of_torch(torch.ones(3), torch.ones(2)),
             md.ShapeError,
-            "all_gather_into_tensor: output_tensor does not hold one input_tensor per member",
+            "all_gather_into_tensor: output_tensor does not hold one input_tensor per rank",
         ),
         (
             lambda: dist.all_gather([torch.ones(2)], torch.ones(2)),
@@ -301,12 +302,12 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
             md.ShapeError,
-            "all_to_all_single cannot cut output into 2 equal parts",
+            "all_to_all_single cannot split output into 2 equal parts",
         ),
         (
             lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [2, 2]),
             md.ShapeError,
-            "all_to_all_single: output_split_sizes do not cut output into one part per member",
+            "all_to_all_single: output_split_sizes do not split output into one part per rank",
         ),
         (
             lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
@@ -321,7 +322,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: dist.all_reduce(torch.ones(2, device="meta")),
             md.BackendError,
-            "group '0' (ranks 0-1) cannot carry meta tensors",
+            "group '0' (ranks 0-1) does not support meta tensors",
         ),
         (
             lambda: dist.group.WORLD.allreduce([torch.ones(1), torch.ones(1)]),
@@ -331,17 +332,17 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: dist.all_reduce(torch.ones(1).expand(3)),
             md.ArgumentError,
-            "all_reduce cannot write into tensor: several of its elements are one in memory",
+            "all_reduce cannot write into tensor because its elements share memory",
         ),
         (
             lambda: dist.all_gather([torch.ones(1).expand(3)] * 2, torch.ones(3)),
             md.ArgumentError,
-            "all_gather cannot write into tensor_list[0]: several of its elements are one",
+            "all_gather cannot write into tensor_list[0] because its elements share memory",
         ),
         (
             lambda: dist.broadcast(without_memory(), 0),
             md.ArgumentError,
-            "broadcast cannot use tensor: it has no memory",
+            "broadcast cannot use tensor because it has no memory",
         ),
         (
             lambda: dist.group.WORLD.allreduce_coalesced([]),
@@ -380,7 +381,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_is_sent(
+def test_wrong_arguments_are_rejected_before_anything_is_sent(
     call: Any, kind: type[Exception], text: str, pool: Pool
 ) -> None:
     def program() -> str:
@@ -448,4 +449,4 @@ def test_a_member_that_does_not_come_to_a_new_group(pool: Pool) -> None:
         return caught(md.CollectiveTimeoutError, lambda: dist.new_group([0, 1], timeout=limit))
 
     text = on_torch(pool, program, 2)[0]
-    assert text.startswith("group '1' (ranks 0-1) could not be opened on wire 'shm'\n")
+    assert text.startswith("group '1' (ranks 0-1) could not be opened on backend 'shm'\n")

@@ -1,4 +1,5 @@
-"""How groups of torch's over our wires are opened: on torch's store, by one connection of ours."""
+"""How groups of torch's over our backends are opened: on torch's store, by one connection of
+ours."""
 
 from __future__ import annotations
 

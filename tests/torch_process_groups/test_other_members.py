@@ -9,9 +9,10 @@ from unittest import mock
 import torch
 from torch.distributed import HashStore
 
-from meshdist.checking.calls import Call, GroupFacts, Note
+from meshdist.checking.calls import Call, CallRecord, GroupFacts
+from meshdist.error_text import UNUSABLE_GROUP
 from meshdist.torch_process_groups import inner_group
-from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
+from meshdist.torch_process_groups.inner_group import TorchGroupPeers
 from tests.inner import Recorder
 
 RANKS = (4, 6, 7)
@@ -22,24 +23,24 @@ def facts(rank: int) -> GroupFacts:
     return GroupFacts("a group", RANKS, rank)
 
 
-def call(rank: int, verb: str) -> Note:
-    return Note(3, facts(rank), Call(verb, (torch.Size([2]), torch.float32)))
+def call(rank: int, operation: str) -> CallRecord:
+    return CallRecord(3, facts(rank), Call(operation, (torch.Size([2]), torch.float32)))
 
 
-def agreed(store: Any, verbs: dict[int, str], **about: Any) -> list[dict[str, str]]:
+def agreed(store: Any, operations: dict[int, str], **about: Any) -> list[dict[str, str]]:
     """What the members with these places agree on, all at the same time."""
 
-    def one(rank: int, verb: str) -> dict[str, str]:
-        others = MembersOfTorchGroup(facts(rank), store, Recorder(), None, mock.Mock())
-        return others.agree_on_error(FIELDS, call(rank, verb), about)
+    def one(rank: int, operation: str) -> dict[str, str]:
+        others = TorchGroupPeers(facts(rank), store, Recorder(), None, mock.Mock())
+        return others.agree_on_error(FIELDS, call(rank, operation), about)
 
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(one, verbs.keys(), verbs.values()))
+        return list(threads.map(one, operations.keys(), operations.values()))
 
 
 def test_every_member_tells_what_all_have_called() -> None:
-    verbs = {0: "all_reduce", 1: "broadcast", 2: "all_reduce"}
-    for fields in agreed(HashStore(), verbs, sequence=3):
+    operations = {0: "all_reduce", 1: "broadcast", 2: "all_reduce"}
+    for fields in agreed(HashStore(), operations, sequence=3):
         assert fields["found"] == (
             "ranks 4, 7: all_reduce((2,) float32) at an unknown place\n"
             "rank 6: broadcast((2,) float32) at an unknown place"
@@ -74,9 +75,9 @@ def test_a_message_tells_of_this_member_alone() -> None:
 def test_calls_that_were_compared_after_their_start_end_the_group(monkeypatch: Any) -> None:
     monkeypatch.setattr(inner_group, "ANSWERS_S", 0.05)
     table, inner = mock.Mock(), mock.Mock()
-    others = MembersOfTorchGroup(facts(0), HashStore(), Recorder(), table, inner)
+    others = TorchGroupPeers(facts(0), HashStore(), Recorder(), table, inner)
     fields = others.agree_on_error(FIELDS, None, {"sequence": 3})
     assert fields["where"] == "a group; this member's tensors may have been written"
-    assert fields["fix"] == "mend; the group is broken now"
+    assert fields["fix"] == f"mend; {UNUSABLE_GROUP}"
     assert "rank 4: its call is no longer known" in fields["found"]
     inner().break_here.assert_called_once_with("they differ")

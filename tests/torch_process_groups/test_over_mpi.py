@@ -21,6 +21,8 @@ from tests.torch_process_groups.worlds import KEEPS_ORDER, all_gather_single_of_
 
 pytestmark = pytest.mark.mpi
 
+DIFFERENT = "MismatchError: collective mismatch: ranks made different calls as call 1"
+
 
 def on_mpi(pool: Pool, program: Any) -> list[Any]:
     """What ``program()`` returns on each of two ranks of a world of torch's own."""
@@ -125,19 +127,21 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
         line = calls.__code__.co_firstlineno + 4
         where = f" at {__file__}:{line} in <lambda>"
         assert text == (
-            "AgreementError: the members of a group disagree about their call 2\n"
+            "MismatchError: collective mismatch: ranks made different calls as call 2\n"
             f"  where:    group '{name[1]}' (ranks 0-1); this member's tensors may have been "
             "written\n"
             f"            raised on rank {rank}, call 2 on group '{name[1]}' (ranks 0-1): "
             f"all_reduce(({4 + 2 * rank},) float32, SUM){where}\n"
-            "  expected: the same verb, dtype, number of elements, op and root on every member\n"
+            "  expected: the same collective, dtype, number of elements, op and root on every "
+            "rank\n"
             f"  found:    rank 0: all_reduce((4,) float32, SUM){where}\n"
             f"            rank 1: all_reduce((6,) float32, SUM){where}\n"
-            "  fix:      make every member call the same verbs in the same order, on fitting "
-            "tensors; the group is broken now"
+            "  fix:      call the same collectives in the same order, with matching tensors, "
+            "on every rank; this group can no longer be used: create a new one with new_group(), "
+            "or re-initialize"
         )
         assert after.startswith(f"AbortedError: group '{name[1]}' (ranks 0-1) cannot be used ")
-        assert "the members of a group disagree about their call 2" in after
+        assert "collective mismatch: ranks made different calls as call 2" in after
 
 
 WAYS: dict[str, Any] = {
@@ -148,7 +152,7 @@ WAYS: dict[str, Any] = {
         x, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group
     ),
     "roots": lambda x, rank, group: dist.broadcast(x, rank, group),
-    "verbs": lambda x, rank, group: [dist.all_reduce, all_gather_single_of_torch][rank](
+    "operations": lambda x, rank, group: [dist.all_reduce, all_gather_single_of_torch][rank](
         *[(x,), (torch.ones(8), x)][rank], group=group
     ),
     "lists": lambda x, rank, group: dist.all_gather(
@@ -167,7 +171,7 @@ def test_every_way_to_differ_is_told(way: str, pool: Pool) -> None:
 
     told = on_mpi(pool, lambda: errors_of(calls))
     for (text,) in told:
-        assert text.startswith("AgreementError: the members of a group disagree about their call 1")
+        assert text.startswith(DIFFERENT)
     found = [text.split("found:")[1] for (text,) in told]
     assert found[0] == found[1]
 
@@ -183,11 +187,9 @@ def test_a_call_that_nobody_waits_for_is_told_at_the_next(pool: Pool) -> None:
 
     first, second = on_mpi(pool, lambda: errors_of(calls))
     text = first[2]
-    assert text.startswith("AgreementError: the members of a group disagree about their call 1\n")
+    assert text.startswith(f"{DIFFERENT}\n")
     assert "rank 0: all_reduce((4,) float32, SUM) at " in text
-    assert second[1].startswith(
-        "AgreementError: the members of a group disagree about their call 1"
-    )
+    assert second[1].startswith(DIFFERENT)
 
 
 def test_lists_of_uneven_tensors_that_fit_pass(pool: Pool) -> None:
@@ -217,14 +219,14 @@ def test_a_message_that_does_not_fit(count: int, pool: Pool) -> None:
         if dist.get_rank() == 0:
             dist.send(torch.ones(count), 1, tag=4)
         else:
-            with pytest.raises(md.AgreementError) as found:
+            with pytest.raises(md.MismatchError) as found:
                 dist.recv(torch.ones(4), 0, tag=4)
             text = str(found.value)
         dist.barrier()
         return text
 
     text = on_mpi(pool, program)[1]
-    assert text.startswith("a message does not fit the tensor that receives it\n")
+    assert text.startswith("message mismatch: a send does not match its receive\n")
     assert "raised on rank 1, recv((4,) float32, from rank 0, tag 4) on group " in text
 
 

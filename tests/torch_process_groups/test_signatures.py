@@ -16,13 +16,13 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from meshdist.torch_process_groups.wire_group import WireGroup
+from meshdist.torch_process_groups.backend_group import BackendGroup
 from meshdist.torch_process_groups.works import TorchWork
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import on_torch
 
 # What C++ does for any group: the kinds of backends, and what is told about a group; and what a
-# group refuses that does not support splitting.
+# group rejects that does not support splitting.
 OF_TORCHS_GROUP = {
     *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"),
     *("bound_device_id", "boxed", "group_desc", "group_name", "rank", "size", "unbox"),
@@ -73,14 +73,14 @@ def own_names(kind: Any) -> set[str]:
     return public_names(kind) & set().union(*(vars(one) for one in ours))
 
 
-METHODS = sorted(own_names(WireGroup) & public_names(dist.ProcessGroup), reverse=True)
+METHODS = sorted(own_names(BackendGroup) & public_names(dist.ProcessGroup), reverse=True)
 WORKS = sorted(own_names(TorchWork) & public_names(dist.Work))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_has_torchs_names_and_defaults(name: str) -> None:
     forms = forms_of(getattr(dist.ProcessGroup, name))
-    _, *ours = inspect.signature(getattr(WireGroup, name)).parameters.values()
+    _, *ours = inspect.signature(getattr(BackendGroup, name)).parameters.values()
     for mine, theirs in zip(ours, forms[0], strict=False):
         assert mine.name == theirs.name or theirs.name.startswith("arg")
         assert mine.kind is mine.POSITIONAL_OR_KEYWORD
@@ -142,7 +142,7 @@ def calls_of(name: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 def test_every_form_of_a_call_is_taken(pool: Pool) -> None:
     def program() -> dict[str, str]:
         group: Any = dist.group.WORLD
-        refused = {}
+        rejected = {}
         for name in METHODS:
             for given, named in () if name in LAST else calls_of(name):
                 try:
@@ -151,8 +151,8 @@ def test_every_form_of_a_call_is_taken(pool: Pool) -> None:
                         work.wait()
                         work.result()
                 except TypeError as error:
-                    refused[f"{name} {len(given)} {list(named)}"] = str(error)
-        return refused
+                    rejected[f"{name} {len(given)} {list(named)}"] = str(error)
+        return rejected
 
     assert on_torch(pool, program, 1) == [{}]
 

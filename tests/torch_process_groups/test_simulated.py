@@ -80,7 +80,7 @@ def share(rank: int, size: int) -> list[int]:
     return list(range(8))[rank::size]
 
 
-def verbs() -> Any:
+def operations() -> Any:
     begin()
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((3,), float(rank))
@@ -114,8 +114,8 @@ def verbs() -> Any:
     )
 
 
-def test_verbs_objects_messages_and_groups() -> None:
-    for rank, (numbers, objects, kept) in enumerate(md.simulate(verbs, 4)):
+def test_collectives_objects_messages_and_groups() -> None:
+    for rank, (numbers, objects, kept) in enumerate(md.simulate(operations, 4)):
         sums = [8.0 * rank, 8.0 * rank + 4]
         exchanged = [rank + 10.0 * sender for sender in range(4)]
         group = 2.0 if rank in (0, 2) else rank
@@ -360,7 +360,7 @@ def test_a_rank_that_stays_away_is_named() -> None:
 def test_calls_that_differ_are_told_on_all() -> None:
     def program() -> str:
         begin()
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             dist.all_reduce(torch.ones(1 + dist.get_rank()))
         return str(caught.value)
 
@@ -370,7 +370,7 @@ def test_calls_that_differ_are_told_on_all() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm", "cpu:gloo,cuda:simulated"])
-def test_backends_of_processes_are_refused(backend: str) -> None:
+def test_backends_of_processes_are_rejected(backend: str) -> None:
     def program() -> tuple[str, str]:
         with pytest.raises(BackendError) as first:
             dist.init_process_group(backend, init_method="simulated://")
@@ -383,15 +383,15 @@ def test_backends_of_processes_are_refused(backend: str) -> None:
     for texts in md.simulate(program, 1):
         for text in texts:
             assert text == (
-                f"torch's backend {name!r} serves processes, and this is a simulated rank\n"
-                "  expected: the backend 'simulated', for torch's world and each of its groups\n"
+                f"torch's backend {name!r} cannot run on simulated ranks, only on processes\n"
+                "  expected: backend 'simulated' for each process group of torch\n"
                 '  fix:      torch.distributed.init_process_group("simulated", '
                 'init_method="simulated://"), or run the program as processes: '
                 "meshdist run -n 4 script.py"
             )
 
 
-def test_a_second_start_is_refused_by_torch() -> None:
+def test_a_second_start_is_rejected_by_torch() -> None:
     def program() -> None:
         begin()
         with pytest.raises(ValueError, match="process group twice"):
@@ -404,16 +404,16 @@ def test_processes_have_no_simulated_world(tmp_path: Path) -> None:
     with pytest.raises(WorldError) as caught:
         begin()
     assert str(caught.value) == (
-        "'simulated://' names the world of a simulated rank, and this is a process\n"
+        "'simulated://' works only on simulated ranks, but this is a process\n"
         "  expected: a program that meshdist.simulate runs\n"
         "  fix:      call meshdist.simulate(program, 4), or name another init_method, such as "
         "'env://'"
     )
     method = f"file://{tmp_path}/world"
-    with pytest.raises(BackendError) as refused:
+    with pytest.raises(BackendError) as rejected:
         dist.init_process_group("simulated", init_method=method, rank=0, world_size=1)
-    assert str(refused.value) == (
-        "torch's backend 'simulated' serves simulated ranks, and this is a process\n"
+    assert str(rejected.value) == (
+        "torch's backend 'simulated' works only on simulated ranks, but this is a process\n"
         "  expected: a program that meshdist.simulate runs\n"
         "  fix:      call meshdist.simulate(program, 4), or name another backend, such as 'shm'"
     )
@@ -439,7 +439,7 @@ def test_another_thread_of_a_rank_has_no_world_of_torchs() -> None:
         assert text.startswith("Default process group has not been initialized")
 
 
-def test_a_verb_that_is_refused_ends_its_record_in_the_profile() -> None:
+def test_a_collective_that_is_rejected_ends_its_record_in_the_profile() -> None:
     def program() -> list[tuple[str, bool]]:
         begin()
         with torch.profiler.profile() as profile:
@@ -455,7 +455,7 @@ def test_a_verb_that_is_refused_ends_its_record_in_the_profile() -> None:
     assert md.simulate(program, 1) == [[("simulated:all_reduce", True)]]
 
 
-def test_a_profile_names_the_verbs() -> None:
+def test_a_profile_names_the_collectives() -> None:
     def program() -> list[str]:
         begin()
         with torch.profiler.profile() as profile:
@@ -485,15 +485,16 @@ except md.BackendError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.rstrip("\n") == (
-        f"torch {torch.__version__} cannot have a world of its own on simulated ranks\n"
-        "  expected: one of the versions that are tested, see docs/versions.md\n"
-        "  found:    none of its inner _default_pg_init_method\n"
-        "  fix:      install such a torch, or run the program as processes: meshdist run -n 4 "
+        f"torch {torch.__version__} does not support process groups of simulated ranks\n"
+        "  expected: a tested torch version, see docs/versions.md\n"
+        "  found:    torch without its internal _default_pg_init_method\n"
+        "  fix:      install a tested torch version, or run the program as processes: meshdist "
+        "run -n 4 "
         "script.py"
     )
 
 
-def test_another_place_than_the_ranks_is_refused() -> None:
+def test_another_place_than_the_ranks_is_rejected() -> None:
     def program() -> str:
         with pytest.raises(WorldError) as caught:
             dist.init_process_group(
@@ -503,9 +504,9 @@ def test_another_place_than_the_ranks_is_refused() -> None:
 
     for text in md.simulate(program, 2):
         assert text == (
-            "a simulated rank has its place already, and world_size=3 was given\n"
+            "this simulated rank has world_size 2, not 3\n"
             "  expected: world_size=2, or none\n"
-            '  fix:      write init_process_group("simulated", init_method="simulated://")'
+            '  fix:      call init_process_group("simulated", init_method="simulated://")'
         )
 
 

@@ -79,5 +79,5 @@ def doors(x: torch.Tensor) -> None:
     dist.all_reduce(x, dist.ReduceOp.MAX, dist.group.WORLD)
     try:
         md.broadcast(x, 0)
-    except (md.ArgumentError, md.errors.AgreementError, md.AbortedError, ShapeError) as error:
+    except (md.ArgumentError, md.errors.MismatchError, md.AbortedError, ShapeError) as error:
         print(error.fix)

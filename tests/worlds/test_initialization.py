@@ -40,7 +40,7 @@ def test_rank_size_and_backend(pool: Pool) -> None:
 def test_a_store_gives_no_ranks_to_mpi_without_mpiexec() -> None:
     with (
         pytest.warns(UserWarning, match="are ignored with backend 'mpi'"),
-        pytest.raises(md.RendezvousError, match="the program runs without mpiexec"),
+        pytest.raises(md.RendezvousError, match="mpiexec did not start the program"),
     ):
         md.init_process_group("mpi", store=md.HashStore(), rank=0, world_size=1)
 
@@ -116,7 +116,7 @@ def test_pairs_of_device_type_and_backend(pool: Pool) -> None:
     assert pool.call(program, 1) == [("gloo", "cpu:gloo,cuda:gloo")]
 
 
-def test_the_wire_that_an_axis_names_is_that_of_the_meshs_device_type(pool: Pool) -> None:
+def test_the_backend_that_an_axis_names_is_that_of_the_meshs_device_type(pool: Pool) -> None:
     def program(rank: int) -> list[tuple[str, str]]:
         md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
         options = {"tp": md.AxisOptions(backend="shm")}
@@ -138,7 +138,7 @@ for ask in (md.get_rank, md.get_world_size, md.get_backend, md.get_backend_confi
         ask()
     except md.NotInitializedError as error:
         assert isinstance(error, ValueError)
-        assert "there is no world" in str(error)
+        assert "the process group has not been initialized" in str(error)
         assert "meshdist run -n 4 program.py" in str(error)
     else:
         raise SystemExit(f"{ask} has an answer")
@@ -157,7 +157,7 @@ def test_default_backends() -> None:
     assert md.get_default_backend_for_device("xpu") == "xccl"
     with pytest.raises(ValueError, match="no backend is known for device type 'meta'"):
         md.get_default_backend_for_device("meta")
-    with pytest.raises(ValueError, match="'abacus' is no device"):
+    with pytest.raises(ValueError, match="'abacus' is not a device"):
         md.get_default_backend_for_device("abacus")
 
 
@@ -172,7 +172,7 @@ def test_what_is_available() -> None:
     assert md.is_xccl_available() == hasattr(torch.distributed, "ProcessGroupXCCL")
 
 
-def test_availability_is_that_of_our_wires_and_not_of_torchs_build(
+def test_availability_is_that_of_our_backends_and_not_of_torchs_build(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("mpi", "gloo", "nccl", "ucc", "xccl")
@@ -202,11 +202,11 @@ def test_node_local_rank(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert md.get_node_local_rank() == md.get_node_local_rank(5) == 3
     monkeypatch.setenv("LOCAL_RANK", "²")
-    with pytest.raises(md.RendezvousError, match="LOCAL_RANK='²' is no whole number from 0"):
+    with pytest.raises(md.RendezvousError, match="LOCAL_RANK='²' is not an integer of at least 0"):
         md.get_node_local_rank()
     monkeypatch.delenv("LOCAL_RANK")
     assert md.get_node_local_rank(5) == 5
-    with pytest.raises(RuntimeError, match="nothing tells the rank on this host"):
+    with pytest.raises(RuntimeError, match="cannot determine this rank's number on its host"):
         md.get_node_local_rank()
 
     def program() -> int:
@@ -223,7 +223,7 @@ def test_a_second_init_is_an_error(pool: Pool) -> None:
     def program() -> None:
         alone()
 
-    with pytest.raises(ValueError, match="the process group is initialized already"):
+    with pytest.raises(ValueError, match="the process group is already initialized"):
         pool.run(program, 1)
 
 
@@ -244,7 +244,7 @@ def test_arguments_are_checked_before_anything_is_sent() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_accelerators_that_are_not_there() -> None:
-    with pytest.raises(md.ArgumentError, match="device_id=0 names an accelerator, and torch has"):
+    with pytest.raises(md.ArgumentError, match="device_id=0 needs an accelerator, but torch finds"):
         alone(device_id=0)
     with pytest.raises(md.ArgumentError, match="device_id=cuda:0 is not a device of this machine"):
         alone(device_id=torch.device("cuda", 0))
@@ -302,12 +302,12 @@ def test_destroy_twice(pool: Pool) -> None:
     assert "none was initialized in this process, or it was destroyed before" in str(caught.value)
 
 
-def test_a_verb_after_destroy(pool: Pool) -> None:
+def test_a_collective_after_destroy(pool: Pool) -> None:
     def program() -> None:
         md.destroy_process_group()
         md.all_reduce(torch.ones(1))
 
-    with pytest.raises(md.NotInitializedError, match="there is no world"):
+    with pytest.raises(md.NotInitializedError, match="the process group has not been initialized"):
         pool.run(program, 2)
 
 
@@ -474,9 +474,9 @@ def test_a_forked_child_may_read_rank_and_size_and_nothing_else(pool: Pool) -> N
         md.barrier()
         return text.splitlines()
 
-    refused = "a forked child cannot communicate in its parent's world"
+    rejected = "a forked child cannot communicate in its parent's world"
     for rank, lines in enumerate(pool.run(program, 2)):
-        assert lines == [f"{rank} of 2", refused, refused, refused, refused]
+        assert lines == [f"{rank} of 2", rejected, rejected, rejected, rejected]
 
 
 FORKS = """
@@ -562,7 +562,7 @@ def test_a_second_init_in_a_simulated_rank() -> None:
         md.init_process_group()
         md.init_process_group()
 
-    with pytest.raises(md.WorldError, match="the process group is initialized already"):
+    with pytest.raises(md.WorldError, match="the process group is already initialized"):
         md.simulate(program, 2)
 
 

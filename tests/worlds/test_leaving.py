@@ -144,8 +144,8 @@ told(lambda: md.monitored_barrier(timeout=timedelta(seconds=2)))
         seconds = [float(line.split()[1]) for line in out.splitlines() if line[:6] == "after "]
         assert len(seconds) == 3, done.stderr
         assert is_within(sum(seconds), 10.0), out  # together: their waits do not add up
-        assert out.count("rank 0, which serves the store, does not answer") == 3, out
-        assert "rank 0: arrived" not in out
+        assert out.count("rank 0, which hosts the store, does not answer") == 3, out
+        assert "rank 0: reached" not in out
 
 
 FAILURES = {

@@ -18,7 +18,7 @@ from tests.load import is_within
 from tests.pool import Pool, free_port
 
 LIMIT = timedelta(seconds=60)
-WIRES = ("shm", "gloo")
+BACKENDS = ("shm", "gloo")
 
 
 def train(rank: int, failing: int) -> None:
@@ -54,7 +54,7 @@ def told_in(rank: int, backend: str, way: str, failing: int, port: int) -> tuple
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("way", ["with", "finally"])
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_others_learn_of_an_exception_at_once(
     backend: str, way: str, failing: int, pool: Pool
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_world_adopted_of_torch_s_ends_with_it(pool: Pool, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def wire_told(rank: int, backend: str | None, port: int) -> list[str]:
+def backend_told(rank: int, backend: str | None, port: int) -> list[str]:
     """Return the lines of the log when torch's world over gloo is adopted."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -151,21 +151,21 @@ def wire_told(rank: int, backend: str | None, port: int) -> list[str]:
     url = f"tcp://127.0.0.1:{port}"
     torch_distributed.init_process_group("gloo", url, LIMIT, 2, rank)
     md.init_process_group(backend)
-    wire = md.distributed.get_backend_config()
+    name = md.distributed.get_backend_config()
     md.destroy_process_group()
     torch_distributed.destroy_process_group()
     logging.getLogger("meshdist.worlds").removeHandler(handler)
-    return [wire.partition(",")[0], *lines]
+    return [name.partition(",")[0], *lines]
 
 
-def test_a_line_says_which_wire_an_adopted_world_takes(pool: Pool) -> None:
-    first, second = pool.call(wire_told, 2, None, free_port())
-    wire, line = first
-    assert second == [wire] == ["cpu:gloo"]
+def test_a_line_says_which_backend_an_adopted_world_takes(pool: Pool) -> None:
+    first, second = pool.call(backend_told, 2, None, free_port())
+    name, line = first
+    assert second == [name] == ["cpu:gloo"]
     assert line == (
-        "meshdist: CPU tensors go over 'gloo', as in the world of torch.distributed that was "
-        "adopted; shared memory is faster on this host, and md.init_process_group('cpu:shm') "
-        "before the first mesh takes it"
+        "meshdist: CPU tensors use backend 'gloo', as in the torch.distributed process group that "
+        "meshdist reuses; shared memory is faster on this host: call "
+        "md.init_process_group('cpu:shm') before the first mesh"
     )
     for named in ("cpu:shm", "cpu:gloo"):
-        assert pool.call(wire_told, 2, named, free_port()) == [[named]] * 2
+        assert pool.call(backend_told, 2, named, free_port()) == [[named]] * 2

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     DeadlockError,
     GroupClosedError,
     KindError,
+    MismatchError,
     NotInitializedError,
     WorldError,
 )
@@ -65,7 +65,7 @@ def test_the_world_of_a_rank() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "wrong"), [(0, 0), (-1, -1), ((2, 0), 0)])
-def test_no_ranks_are_refused(ranks: Any, wrong: int) -> None:
+def test_no_ranks_are_rejected(ranks: Any, wrong: int) -> None:
     with pytest.raises(ArgumentError) as caught:
         md.simulate(int, ranks)
     assert str(caught.value) == (
@@ -85,17 +85,17 @@ def test_no_ranks_are_refused(ranks: Any, wrong: int) -> None:
         ((2, None), "None, a NoneType"),
     ],
 )
-def test_ranks_of_another_kind_are_refused(ranks: Any, wrong: str) -> None:
+def test_ranks_of_another_kind_are_rejected(ranks: Any, wrong: str) -> None:
     with pytest.raises(KindError) as caught:
         md.simulate(int, ranks)
     assert str(caught.value) == (
-        "the number of ranks of simulate must be a whole number\n"
+        "the number of ranks of simulate must be an integer\n"
         f"  found:    {wrong}\n"
         "  fix:      call for example simulate(fn, 4) or simulate(fn, (2, 2))"
     )
 
 
-def test_a_result_in_place_of_the_function_is_refused() -> None:
+def test_a_result_in_place_of_the_function_is_rejected() -> None:
     with pytest.raises(KindError, match="simulate needs a function") as caught:
         md.simulate(3, 2)  # type: ignore[arg-type]
     assert caught.value.found == "3"
@@ -123,9 +123,9 @@ def test_arguments_that_cannot_be_copied_are_told() -> None:
     with pytest.raises(ArgumentError) as caught:
         md.simulate(lambda x: None, 2, (x,))
     text = str(caught.value)
-    assert text.startswith("the arguments of simulate cannot be copied for rank 0 of 2\n")
+    assert text.startswith("simulate() cannot copy its arguments for rank 0 of 2\n")
     assert "found:    RuntimeError: Only Tensors created explicitly by the user" in text
-    assert text.endswith("or close over what all ranks may share")
+    assert text.endswith("or use a closure for objects that all ranks may share")
 
 
 # ---- exceptions --------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_the_world_of_a_rank_that_returned_is_closed() -> None:
         kept[0].check_usable()
 
 
-def test_deadlock_of_verbs() -> None:
+def test_deadlock_of_collectives() -> None:
     def program() -> None:
         if md.get_rank() == 1:
             md.recv(torch.zeros(2), src=0)
@@ -252,7 +252,7 @@ def test_collectives_in_different_orders_are_told_with_both_places() -> None:
             md.broadcast(x, src=0)
         md.all_reduce(x)
 
-    with pytest.raises(AgreementError) as caught:
+    with pytest.raises(MismatchError) as caught:
         md.simulate(program, 2)
     line = program.__code__.co_firstlineno
     assert caught.value.found == (
@@ -265,11 +265,11 @@ def test_a_mesh_that_differs_is_told() -> None:
     def program() -> None:
         md.init_device_mesh("cpu", (2, 2) if md.get_rank() < 3 else (4, 1))
 
-    with pytest.raises(AgreementError, match="do not define the same mesh"):
+    with pytest.raises(MismatchError, match="do not define the same mesh"):
         md.simulate(program, 4)
 
 
-def test_a_thread_of_the_program_that_calls_a_verb() -> None:
+def test_a_thread_of_the_program_that_calls_a_collective() -> None:
     def program() -> list[str]:
         group = md.new_group()
         texts = []
@@ -287,13 +287,15 @@ def test_a_thread_of_the_program_that_calls_a_verb() -> None:
         return texts
 
     for rank, (without, given_group) in enumerate(md.simulate(program, 2)):
-        assert without.startswith(f"{NotInitializedError.__name__}: there is no world")
+        assert without.startswith(
+            f"{NotInitializedError.__name__}: the process group has not been initialized"
+        )
         assert given_group.startswith(
             f"{WorldError.__name__}: simulated rank {rank} was used from another thread"
         )
 
 
-@pytest.mark.parametrize("where", ["in a verb", "in a loop", "in an inner simulation"])
+@pytest.mark.parametrize("where", ["in a collective", "in a loop", "in an inner simulation"])
 def test_ctrl_c_ends_all_ranks(where: str) -> None:
     ended: list[int] = []
 
@@ -306,7 +308,7 @@ def test_ctrl_c_ends_all_ranks(where: str) -> None:
             if where == "in an inner simulation":
                 md.simulate(loop, 2)
             while True:
-                if where == "in a verb":
+                if where == "in a collective":
                     md.all_reduce(torch.ones(1), group=alone[0])
         finally:
             ended.append(rank)
@@ -322,7 +324,7 @@ def test_ctrl_c_ends_all_ranks(where: str) -> None:
     alone: list[Any] = []
     before = threading.enumerate()
     with pytest.raises(KeyboardInterrupt):
-        md.simulate(open_alone if where == "in a verb" else program, 3)
+        md.simulate(open_alone if where == "in a collective" else program, 3)
     assert set(ended) <= {0, 1, 2}
     assert {0, 1} <= set(ended)
     assert threading.enumerate() == before
@@ -353,7 +355,7 @@ def test_runs_repeat_exactly() -> None:
     assert run() == run()
 
 
-def test_replicas_seeded_alike_stay_alike_between_verbs() -> None:
+def test_replicas_seeded_alike_stay_alike_between_collectives() -> None:
     def program() -> list[float]:
         torch.manual_seed(3)
         drawn = []
@@ -562,7 +564,7 @@ def test_inside_hypothesis(values: list[int]) -> None:
 
 @pytest.mark.parametrize("wrong", [3, "ab", torch.ones(2)])
 def test_args_are_a_tuple(wrong: object) -> None:
-    with pytest.raises(md.KindError, match=r"args must be a tuple\n(.|\n)*write args=\(x,\)"):
+    with pytest.raises(md.KindError, match=r"args must be a tuple\n(.|\n)*pass args=\(x,\)"):
         md.simulate(print, 2, wrong)
 
 
@@ -580,7 +582,7 @@ def test_ranks_take_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(md.simulate(program, 6)) == 6
 
 
-def test_ranks_beside_others_are_refused() -> None:
+def test_ranks_beside_others_are_rejected() -> None:
     told: list[str] = []
 
     def beside() -> None:
@@ -599,8 +601,9 @@ def test_ranks_beside_others_are_refused() -> None:
     assert told == [
         "another thread simulates ranks in this process\n"
         "  where:    thread 'beside'\n"
-        "  expected: one call of simulate at a time: its ranks take the process's generators\n"
-        "  fix:      call simulate when the other has returned, inside one of its ranks, or in a "
-        "process of its own"
+        "  expected: one simulate() call at a time, because its ranks use the process's random "
+        "generators\n"
+        "  fix:      call simulate() after the other call has returned, inside one of its ranks, "
+        "or in another process"
     ]
     assert md.simulate(md.get_rank, 2) == [0, 1]

@@ -1,7 +1,7 @@
-"""Communication hooks under torch's names, and their states.
+"""Provide communication hooks and their states under torch's names.
 
 ``PowerSGDState``, ``PostLocalSGDState``, ``powerSGD_hook``, ``DDPCommHookType`` and
-``register_ddp_comm_hook`` are torch's own.
+``register_ddp_comm_hook`` are imported from torch.
 """
 
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from .bucket import GradBucket, allreduce_hook, noop_hook, post_localSGD_hook
-from .compressing import (
+from .compression import (
     batched_powerSGD_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,

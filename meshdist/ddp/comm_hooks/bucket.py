@@ -1,9 +1,8 @@
-"""The argument of a communication hook, gradients as one flat tensor; hooks that do not compress.
+"""Provide gradient buckets for communication hooks, and hooks that do not compress.
 
-A hook works on the group that its state names. Torch's states say None for torch's world. Here that
-means the group of the wrapper: it stands in the state while the hook runs, so that torch's own
-functions find it there too. A state that is pickled names no group: it belongs to the wrapper that
-it is registered with next.
+A hook uses the group in its state. In torch None means torch's default group, in meshdist the
+wrapper's group. The state stores that group while the hook runs, so that torch's functions find it.
+A pickled state has no group: the wrapper that registers it next provides it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ...arrays import shape_text
 from ...collectives.flat_sums import sum_sparse
-from ...collectives.verbs import all_reduce
+from ...collectives.tensor_collectives import all_reduce
 from ...dtypes import dtype_name
 from ...errors import ShapeError
 from ...groups.process_group import ProcessGroup, resolve_group
@@ -29,18 +28,18 @@ __all__ = ["GradBucket", "allreduce_hook", "noop_hook", "post_localSGD_hook"]
 
 
 class GradBucket:
-    """Gradients that travel together; a communication hook averages them.
+    """Gradients sent together, which a communication hook averages.
 
     In each backward a hook gets each bucket once, in the same order on all ranks. The gradients are
-    this rank's own: nothing has been divided.
+    this rank's, undivided.
 
     Args:
-        buffer: the gradients in a row; or a single sparse gradient.
-        parameters: whose gradients they are.
-        views: for each parameter its gradient in ``buffer``, or a tensor of its shape and strides.
-        index: its place in the order of the buckets, from 0.
+        buffer: the gradients as one flat tensor; or a single sparse gradient.
+        parameters: the parameters of these gradients.
+        views: each parameter's gradient in ``buffer``, or a tensor of its shape and strides.
+        index: the bucket's index in sending order, from 0.
         is_last: whether it is the last bucket of its backward.
-        group: over which the hook is to average.
+        group: the group over which the hook averages.
 
     Example:
         >>> import meshdist as md, torch
@@ -81,21 +80,21 @@ class GradBucket:
         return f"<GradBucket {self._index}: {len(self._parameters)} gradients, {kind}{numbers}>"
 
     def buffer(self) -> torch.Tensor:
-        """Return the gradients in a row, as one flat tensor; a sparse gradient as it is.
+        """Return the gradients as one flat tensor, or one sparse gradient.
 
-        ``gradients()`` shows what is written there.
+        Values that you write to it appear in ``gradients()``.
         """
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Let ``buffer()`` and ``gradients()`` give ``tensor``, of any dtype, from now on."""
+        """Replace the tensor that ``buffer()`` and ``gradients()`` return; any dtype."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradient of each parameter, a view of ``buffer()`` of the parameter's shape.
+        """Return each parameter's gradient, a view of ``buffer()`` in the parameter's shape.
 
         Raises:
-            ShapeError: ``set_buffer`` was given a tensor of another number of elements.
+            ShapeError: the tensor passed to ``set_buffer`` has a different number of elements.
         """
         buffer = self._buffer
         if buffer.is_sparse:
@@ -103,10 +102,10 @@ class GradBucket:
         counts = [view.numel() for view in self._views]
         if buffer.numel() != sum(counts):
             raise ShapeError(
-                f"the buffer of bucket {self._index} does not hold its gradients",
+                f"the buffer of bucket {self._index} does not match its gradients",
                 expected=f"{sum(counts)} elements",
-                found=f"shape {shape_text(buffer.shape)}, given to set_buffer",
-                fix="set a tensor of as many elements, or keep it to yourself",
+                found=f"shape {shape_text(buffer.shape)}, passed to set_buffer()",
+                fix=f"pass a tensor of {sum(counts)} elements to set_buffer()",
             )
         parts = zip(buffer.view(-1).split(counts), self._views, strict=True)
         return [part.as_strided(view.shape, view.stride()) for part, view in parts]
@@ -116,7 +115,7 @@ class GradBucket:
         return list(self._parameters)
 
     def index(self) -> int:
-        """Return its place in the order of the buckets, from 0; equal on all ranks."""
+        """Return the bucket's index in sending order, from 0; equal on all ranks."""
         return self._index
 
     def is_last(self) -> bool:
@@ -124,7 +123,7 @@ class GradBucket:
         return self._is_last
 
     def group(self) -> ProcessGroup:
-        """Return the group over which the wrapper averages; torch's buckets do not have it."""
+        """Return the group over which the wrapper averages; not in torch's buckets."""
         return self._group
 
 
@@ -132,18 +131,17 @@ _GROUPS = ("process_group", "subgroup")
 
 
 def group_for(given: Any, bucket: GradBucket) -> ProcessGroup:
-    """Return the group that ``given`` (a group or mesh) names; the wrapper's for None."""
+    """Return the group of ``given``, a group or mesh; the wrapper's for None."""
     return bucket.group() if given is None else resolve_group(given)
 
 
 def is_mesh(given: object) -> bool:
-    """Return whether ``given`` is a mesh of ours, which stands for a group."""
     return hasattr(given, "open_group")
 
 
 @contextmanager
 def group_in_state(state: object, group: ProcessGroup) -> Iterator[None]:
-    """Set a torch state's group: ``group`` if it is None, a mesh's if a mesh; restore it later."""
+    """Set the group of a torch state: ``group`` for None, a mesh's for a mesh; restore it after."""
     given = getattr(state, "process_group", None)
     if not isinstance(state, (PowerSGDState, PostLocalSGDState)) or not (
         given is None or is_mesh(given)
@@ -158,7 +156,7 @@ def group_in_state(state: object, group: ProcessGroup) -> Iterator[None]:
 
 
 def restored(kind: Any, fields: dict[str, Any]) -> Any:
-    """Return a new state of torch's class ``kind`` with pickled fields; its groups are None."""
+    """Return a state of torch's class ``kind`` with pickled fields; its groups are None."""
     state = kind.__new__(kind)
     for name in kind.__slots__:
         setattr(state, name, fields.get(name))
@@ -170,7 +168,7 @@ def _reduce_state(state: Any) -> tuple[Any, ...]:
     return restored, (type(state), fields)
 
 
-# PowerSGDState's own way asks for torch's world when it is loaded; the other has none for groups.
+# PowerSGDState needs torch's default group to be unpickled; PostLocalSGDState cannot pickle groups.
 copyreg.pickle(PowerSGDState, _reduce_state)
 copyreg.pickle(PostLocalSGDState, _reduce_state)
 
@@ -178,14 +176,14 @@ copyreg.pickle(PostLocalSGDState, _reduce_state)
 def allreduce_hook(
     process_group: ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average by one all-reduce, as the wrapper does without a hook.
+    """Average with one all-reduce, as the wrapper does without a hook.
 
     Args:
-        process_group: a group or a mesh; None is that of the wrapper.
+        process_group: a group or mesh; None for the wrapper's.
         bucket: the gradients.
 
     Returns:
-        A Future of the averages, in the bucket's own memory.
+        A Future of the averages, in the bucket's memory.
 
     Cost: one all-reduce of the bucket.
     """
@@ -193,36 +191,35 @@ def allreduce_hook(
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Leave every rank its own gradients: shows what a step costs without communication.
+    """Leave gradients local, to measure a step without communication.
 
     Args:
         bucket: the gradients.
 
     Returns:
-        A Future of them.
+        A Future of the gradients.
     """
     return done_with(bucket.buffer())
 
 
 def averaged(tensor: torch.Tensor, group: ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Start to average ``tensor`` in place over ``group``, and return a Future of it."""
+    """Start to average ``tensor`` in place over ``group``; return a Future of it."""
     return reduced(tensor, ReduceOp.AVG, group).then(lambda done: done.value()[0])
 
 
 def reduced(
     tensor: torch.Tensor, op: ReduceKind, group: ProcessGroup
 ) -> torch.futures.Future[list[torch.Tensor]]:
-    """Start to reduce ``tensor`` in place (sparse: wait too); return a Future of ``[tensor]``."""
+    """Start to reduce ``tensor`` in place (sparse: also wait); return a Future of ``[tensor]``."""
     if not tensor.is_sparse:
         return all_reduce(tensor, op, group, async_op=True).get_future()  # type: ignore[union-attr]
-    sum_sparse(group, tensor, ReduceOp.SUM)  # when this returns, it is done
+    sum_sparse(group, tensor, ReduceOp.SUM)  # synchronous
     if op == ReduceOp.AVG:
         tensor.div_(group.size())
     return done_with([tensor])
 
 
 def done_with(value: Any) -> torch.futures.Future[Any]:
-    """Return a Future that is complete, with this value."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
@@ -231,16 +228,16 @@ def done_with(value: Any) -> torch.futures.Future[Any]:
 def post_localSGD_hook(
     state: PostLocalSGDState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average over the group for some steps, and over ``state.subgroup`` from then on.
+    """Average over the group for some steps, and over ``state.subgroup`` afterwards.
 
     Args:
-        state: torch's. Its ``process_group`` and ``subgroup`` are groups or meshes;
-            ``process_group=None`` is that of the wrapper, and ``subgroup=None`` its members on this
-            host. Where ``post_local_gradient_allreduce`` is False gradients stay local then.
+        state: torch's. ``process_group`` (None: the wrapper's) and ``subgroup`` (None: its ranks on
+            this host) are groups or meshes. If ``post_local_gradient_allreduce`` is False,
+            gradients stay local after these steps.
         bucket: the gradients.
 
     Returns:
-        A Future of the averages, in the bucket's own memory.
+        A Future of the averages, in the bucket's memory.
 
     Cost: one all-reduce of the bucket, or nothing.
     """
@@ -257,12 +254,12 @@ def post_localSGD_hook(
 
 
 def _on_this_host(group: ProcessGroup) -> ProcessGroup:
-    """Return a new group of the members on this host, or ``group`` if it spans no other."""
-    # All members of a host come here at the same step.
+    """Return a new group of the ranks on this host; ``group`` if it spans only this host."""
+    # All ranks of a host call this at the same step.
     world = group.world
     if not world.spans_hosts(group.ranks):
         return group
     here = world.hosts[world.rank]
     ranks = tuple(rank for rank in group.ranks if world.hosts[rank] == here)
-    name = f"the members of {group.name} on one host"
+    name = f"the ranks of {group.name} on one host"
     return ProcessGroup(world, ranks, name=name, timeout=group.own_timeout)

@@ -68,10 +68,10 @@ def test_a_buffer_of_another_size_has_no_gradients() -> None:
         return str(found.value)
 
     assert md.simulate(program, 1) == [
-        "the buffer of bucket 2 does not hold its gradients\n"
+        "the buffer of bucket 2 does not match its gradients\n"
         "  expected: 10 elements\n"
-        "  found:    shape (3,), given to set_buffer\n"
-        "  fix:      set a tensor of as many elements, or keep it to yourself"
+        "  found:    shape (3,), passed to set_buffer()\n"
+        "  fix:      pass a tensor of 10 elements to set_buffer()"
     ]
 
 

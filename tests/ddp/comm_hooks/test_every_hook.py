@@ -178,8 +178,8 @@ def test_torchs_enumeration(kind: str, has_group: bool) -> None:
     assert distance(one, plain_weights(2)) < 1e-2
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_ranks_that_sleep_at_random_stay_equal(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_ranks_that_sleep_at_random_stay_equal(backend: str, pool: Pool) -> None:
     def program() -> dict[str, list[torch.Tensor]]:
         found = {}
         for name, (case, _) in {**OURS, **{f"torch's {k}": v for k, v in TORCHS.items()}}.items():
@@ -191,7 +191,7 @@ def test_ranks_that_sleep_at_random_stay_equal(wire: str, pool: Pool) -> None:
             found[name] = trained(sleepy)
         return found
 
-    one, other = pool.run(program, 2, backend=wire)
+    one, other = pool.run(program, 2, backend=backend)
     parted = [name for name in one if not are_equal(one[name], other[name])]
     assert parted == [] and len(one) == len(OURS) + len(TORCHS)
 

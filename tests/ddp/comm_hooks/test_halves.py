@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp.comm_hooks import compressing
+from meshdist.ddp.comm_hooks import compression
 from tests.ddp.comm_hooks.test_uncompressed import averaged
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -25,7 +25,7 @@ def test_the_bits_are_those_of_a_plain_conversion(
     name: str, dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large buckets are converted in their own memory, by pieces; here a piece is 8 elements."""
-    monkeypatch.setattr(compressing, "PIECE", 8)
+    monkeypatch.setattr(compression, "PIECE", 8)
     half = DTYPES[name]
 
     def program() -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,15 +49,15 @@ def test_the_bits_are_those_of_a_plain_conversion(
 def test_a_large_bucket_takes_no_other_memory(
     numel: int, dtype: torch.dtype, is_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressing, "PIECE", 8)
+    monkeypatch.setattr(compression, "PIECE", 8)
     sent: list[torch.Tensor] = []
-    reduced = compressing.reduced
+    reduced = compression.reduced
 
     def noted(tensor: torch.Tensor, *others: Any) -> Any:
         sent.append(tensor)
         return reduced(tensor, *others)
 
-    monkeypatch.setattr(compressing, "reduced", noted)
+    monkeypatch.setattr(compression, "reduced", noted)
 
     def program() -> bool:
         x = gradients(0, numel, dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp.comm_hooks.registered import RegisteredHook
+from meshdist.ddp.comm_hooks.registered_hooks import RegisteredHook
 
 
 def state_of(rank: int, **options: Any) -> Any:

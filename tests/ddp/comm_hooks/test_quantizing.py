@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp.comm_hooks.compressing import quantization_perchannel_hook
+from meshdist.ddp.comm_hooks.compression import quantization_perchannel_hook
 from tests.ddp.comm_hooks.test_uncompressed import averaged
 
 

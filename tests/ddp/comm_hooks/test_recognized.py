@@ -11,7 +11,7 @@ import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_sgd
 import torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks as quantization
 
 import meshdist as md
-from meshdist.ddp.comm_hooks.registered import ours_for
+from meshdist.ddp.comm_hooks.registered_hooks import ours_for
 
 OURS = md.comm_hooks
 GROUP = object()  # any that is named
@@ -66,7 +66,7 @@ def test_hooks_that_torchs_wrappers_hold() -> None:
         theirs = wrapper(default_hooks.allreduce_hook)
         assert ours_for(theirs, GROUP) is theirs
         ours = ours_for(theirs, None)
-        assert ours.__module__ == "meshdist.ddp.comm_hooks.compressing"
+        assert ours.__module__ == "meshdist.ddp.comm_hooks.compression"
         assert ours.__name__ == theirs.__name__ == f"{wrapper.__name__}_hook"
         assert ours_for(wrapper(quantization.quantization_pertensor_hook), GROUP) is not theirs
         low_rank = wrapper(power_sgd.powerSGD_hook)

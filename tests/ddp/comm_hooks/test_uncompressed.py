@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import meshdist as md
-from meshdist.ddp.comm_hooks.registered import RegisteredHook
+from meshdist.ddp.comm_hooks.registered_hooks import RegisteredHook
 
 
 def averaged(hook: Any, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -56,7 +56,7 @@ def test_a_sparse_bucket() -> None:
 def test_nothing_is_sent_by_the_hook_that_does_nothing() -> None:
     def program() -> list[float]:
         x = torch.tensor([1.0 * md.get_rank()])
-        if md.get_rank() == 0:  # alone: a verb would wait
+        if md.get_rank() == 0:  # alone: a collective would wait
             averaged(md.comm_hooks.noop_hook, x)
         return x.tolist()
 

@@ -1,0 +1,1 @@
+"""The ways to move bytes: one folder a backend, one protocol for all."""

@@ -1,0 +1,1 @@
+"""Run on MPI through mpi4py, among the ranks that mpiexec has started."""

@@ -1,0 +1,1 @@
+"""Run on shared memory, among the ranks of one host."""

@@ -1,0 +1,1 @@
+"""Run simulated ranks: threads of one process, of which exactly one runs at a time."""

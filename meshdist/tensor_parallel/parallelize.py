@@ -1,0 +1,580 @@
+"""Check a plan against a model, split the model, and explain the result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from ..annotations.axis_types import annotation_of, find_type
+from ..checking.call_sites import one_frame, warn_caller
+from ..collectives.torch_private import HiddenFromModes
+from ..error_text import explain as explain_text, first_texts
+from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
+from ..lax.equality_checks import assert_equal
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
+from ..mesh.placement import balanced_boundaries
+from ..sharding.api import shard
+from ..typed_mode.annotations import annotate
+from .layers import (
+    ColumnParallelLinear,
+    CutSequence,
+    GatherSequence,
+    ReducedForward,
+    SplitLayer,
+    UseHook,
+    note_summed,
+)
+from .plan_styles import STYLES, styles_of
+
+__all__ = ["explain", "parallelize"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+_READ_BY_PARENTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Classes whose fast path reads the weights of their layers without calling the layers."""
+
+_MAKES_HEADS = re.compile(r"(w|to_|c_)?(q|k|v|qkv|kv|query|key|value)(_?(proj|lin|linear))?")
+"""The names of layers whose features are heads."""
+
+_PACKED = re.compile(
+    r"(to_|c_)?(qkv|kv|query_key_value|key_value|gate_up)(_?(proj|lin|linear))?"
+    r"|Wqkv|Wkv|W_pack|c_attn|in_proj"
+)
+"""The names of layers that pack several projections."""
+
+_REMOVE = "remove it from the plan: modules that the plan does not name are not split"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A module, its name in the model, and its style."""
+
+    name: str
+    module: nn.Module
+    style: str
+
+
+# -- reading a plan -------------------------------------------------------------------------------
+
+
+def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Assignment]:
+    """Return the plan's modules and styles; raise if a module cannot be split in ``parts``."""
+    styles = styles_of(plan)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, tuple[str, str, Assignment]] = {}
+    for pattern, style in styles.items():
+        names = [name for name in modules if _fits(name, pattern)]
+        if not names:
+            _fail_mismatched(pattern, style, modules)
+        for name in names:
+            module = modules[name]
+            first, other, _ = found.setdefault(
+                id(module), (name, pattern, Assignment(name, module, style))
+            )
+            if other != pattern and (first == name or styles[other] != style):
+                raise ArgumentError(
+                    f"parallelize: two patterns of the plan match {name or 'the model itself'}",
+                    expected="one pattern for each module",
+                    found=f"{other!r}: {styles[other]!r} and {pattern!r}: {style!r}",
+                    fix="remove one of the patterns, or make it narrower",
+                )
+    assigned = [assignment for _, _, assignment in found.values()]
+    for assignment in assigned:
+        _check(assignment, modules, axis, parts)
+    _check_tied(assigned, modules, axis)
+    return assigned
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a name, part by part between dots; only "" matches "".
+
+    Example:
+        >>> _fits("layers.0.up", "layers.*.up"), _fits("layers.0.mlp.up", "layers.*.up")
+        (True, False)
+        >>> _fits("0", "*"), _fits("", "*"), _fits("", "")
+        (True, False, True)
+    """
+    if not name:  # The model itself, whose name has no parts.
+        return not pattern
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _generic(name: str) -> str:
+    """Return ``name`` with "*" instead of each number between dots."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _fail_mismatched(pattern: str, style: str, modules: Mapping[str, nn.Module]) -> NoReturn:
+    names, takes = [*filter(None, modules)], STYLES[style].takes
+    near = get_close_matches(pattern, list(dict.fromkeys(map(_generic, names))), 1, 0.5)
+    # If no name is similar, suggest the modules that the style is for, or all modules.
+    fitting = [name for name in names if type(modules[name]) is takes] or names
+    fix = "use '' for the model itself, which has no submodules"
+    if near:
+        fix = f"did you mean {near[0]!r}?"
+    elif fitting:
+        fix = f"use module names of this model: {first_texts(list(map(repr, fitting)), ', ')}"
+    raise ArgumentError(
+        f"parallelize: {pattern!r} matches no module",
+        where=f"{pattern!r}: {style!r}",
+        expected="a name as in model.named_modules(), in which * matches one part between dots",
+        fix=fix,
+    )
+
+
+def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts: int) -> None:
+    """Raise unless the module can be split in its style."""
+    name, module, style = each.name, each.module, STYLES[each.style]
+    where = f"{name!r}: {each.style!r}"
+    if isinstance(module, SplitLayer) or _uses_of(module):
+        raise ArgumentError(
+            f"parallelize: {name} is parallelized already",
+            where=where,
+            found=module.style if isinstance(module, SplitLayer) else _uses_of(module)[0].style,
+            fix="call parallelize once, with the complete plan",
+        )
+    own = dict(module.named_parameters(recurse=False))
+    if style.takes is not None:
+        _check_class(each, style.takes, own)
+        _check_size(each, getattr(module, style.cut), axis, parts)
+        _check_around(each, modules, axis, parts)
+    elif each.style == "reduced" and (not own or _computes_parameters(module)):
+        raise KindError(
+            f"parallelize: {name}, a {type(module).__name__}, has no plain parameters",
+            where=where,
+            expected="a module with plain parameters, such as a norm",
+            fix="remove weight_norm, spectral_norm or pruning first"
+            if own
+            else "remove it from the plan, or name its submodules",
+        )
+    for leaf, parameter in own.items():
+        if annotation_of(parameter).has_owner:
+            raise ArgumentError(
+                f"parallelize: {name}.{leaf} belongs to a DistributedDataParallel",
+                where=where,
+                expected="a model that is not wrapped yet",
+                fix="parallelize first: DDP(md.parallelize(model, mesh['tp'], plan), "
+                "device_mesh=mesh['dp'])",
+            )
+        if style.takes is not None and parameter.grad is not None:
+            raise ArgumentError(
+                f"parallelize cannot split {name}.{leaf} while it has a gradient",
+                where=where,
+                fix="call optimizer.zero_grad() or module.zero_grad() first",
+            )
+
+
+def _computes_parameters(module: nn.Module) -> bool:
+    """Return whether weights are computed from other parameters, as with weight_norm."""
+    computed = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    return bool(computed) or nn.utils.parametrize.is_parametrized(module)
+
+
+def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any]) -> None:
+    """Raise unless the module is exactly a ``takes``, with plain parameters (``own``)."""
+    module, wanted = each.module, f"a torch.nn.{takes.__name__} (not a subclass)"
+    found = fix = None
+    if nn.utils.parametrize.is_parametrized(module):
+        found = "parametrized"
+        fix = "call nn.utils.parametrize.remove_parametrizations first"
+    elif type(module) is not takes:
+        found = f"a {type(module).__module__}.{type(module).__qualname__}"
+    elif not {"weight"} <= own.keys() <= {"weight", "bias"}:
+        found = f"with the parameters {', '.join(own) or 'none'}"
+        fix = "remove weight_norm, spectral_norm or pruning first"
+    elif kinds := [type(p).__name__ for p in own.values() if type(p) is not nn.Parameter]:
+        found = f"with a {kinds[0]} as parameter"
+    elif any(parameter.is_meta for parameter in own.values()):
+        found, fix = (
+            "on the meta device, without values",
+            "call module.to_empty(device=...) first; pass check=False if you load values later",
+        )
+    elif isinstance(module, nn.Embedding):
+        options = [name for name in ("max_norm", "scale_grad_by_freq") if getattr(module, name)]
+        if options:
+            found = f"with {options[0]}, which reads all rows"
+    if found is not None:
+        raise KindError(
+            f"parallelize cannot use {each.style!r} for {each.name or 'the model'}",
+            where=f"{each.name!r}: {each.style!r}",
+            expected=f"{wanted} with plain parameters",
+            found=f"{type(module).__name__} {found}" if not found.startswith("a ") else found,
+            fix=fix or _REMOVE,
+        )
+
+
+def _check_size(each: Assignment, size: int, axis: str, parts: int) -> None:
+    if size < parts:
+        raise ShapeError(
+            f"parallelize: {each.name} is too small for the {parts} ranks of {axis!r}",
+            where=f"{each.name!r}: {each.style!r}",
+            expected=f"{STYLES[each.style].cut} of {parts} or more",
+            found=f"{size}",
+            fix=_REMOVE,
+        )
+
+
+def _check_around(
+    each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts: int
+) -> None:
+    """Raise if the parent module may read the layer's weights, or if ``parts`` would cut a head."""
+    path, _, leaf = each.name.rpartition(".")
+    around = modules.get(path)
+    if isinstance(around, _READ_BY_PARENTS) and torch.backends.mha.get_fastpath_enabled():
+        raise KindError(
+            f"parallelize: {type(around).__name__} may read the weights of {each.name} directly",
+            where=f"{each.name!r}: {each.style!r}",
+            expected="a module that calls its layers",
+            fix="call torch.backends.mha.set_fastpath_enabled(False) first",
+        )
+    head_dim = getattr(around, "head_dim", None)
+    is_column = STYLES[each.style].becomes is ColumnParallelLinear
+    if not (is_column and _MAKES_HEADS.fullmatch(leaf) and isinstance(head_dim, int)):
+        return
+    features = each.module.out_features
+    if head_dim < 1 or "whole" in each.style or features % head_dim:  # type: ignore[operator]
+        return
+    bounds = balanced_boundaries(features, (parts,))  # type: ignore[arg-type]
+    if any(bound % head_dim for bound in bounds):
+        raise ShapeError(
+            f"parallelize cannot split {each.name} inside an attention head",
+            where=f"{each.name!r}: {each.style!r}",
+            expected=f"a number of heads that is divisible by {parts}, the size of {axis!r}",
+            found=f"{features // head_dim} heads of {head_dim} features (head_dim of "  # type: ignore[operator]
+            f"{type(around).__name__})",
+            fix="use fewer ranks along the axis, or remove the layers of this attention from "
+            "the plan",
+        )
+
+
+def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], axis: str) -> None:
+    """Raise if modules would split a shared parameter in different ways."""
+    layouts = {id(each.module): _layout_texts(each, axis) for each in assigned}
+    seen: dict[int, tuple[str, str]] = {}
+    for path, module in modules.items():
+        own = layouts.get(id(module), {})
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{leaf}" if path else leaf
+            how = own.get(leaf, "not split")
+            first, first_how = seen.setdefault(id(parameter), (name, how))
+            if first_how != how:
+                raise ArgumentError(
+                    f"parallelize cannot split one parameter in two ways: {first} and {name} are "
+                    "tied",
+                    expected="styles that split both the same way, such as 'vocab' for an "
+                    "embedding and 'column' for the head that is tied to it",
+                    found=f"{first}: {first_how}; {name}: {how}",
+                    fix="name both modules in the plan, or none of them",
+                )
+
+
+def _layout_texts(each: Assignment, axis: str) -> dict[str, str]:
+    """Return how each parameter is split or reduced, as text."""
+    if each.style == "reduced":
+        return {leaf: "reduced" for leaf, _ in each.module.named_parameters(recurse=False)}
+    return {leaf: _dim_text(spec) for leaf, spec in _specs(each, axis).items()}
+
+
+def _dim_text(spec: str) -> str:
+    dims = ["@" in dim for dim in spec.split()]
+    return f"split along dim {dims.index(True)} of {len(dims)}"
+
+
+def _specs(each: Assignment, axis: str) -> dict[str, str]:
+    """Return, by parameter, the style's spec over ``axis``."""
+    becomes = STYLES[each.style].becomes
+    own = dict(each.module.named_parameters(recurse=False))
+    if becomes is None:
+        return {}
+    return {leaf: spec.format(tp=axis) for leaf, spec in becomes.specs.items() if leaf in own}
+
+
+# -- the split ------------------------------------------------------------------------------------
+
+
+@one_frame
+def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: bool = True) -> M:
+    """Split the layers that ``plan`` names over a mesh axis, in place; collective along the axis.
+
+    All ranks along the axis must hold the same module: call ``md.seed`` before you create it, or
+    load it from one file. Modules that the plan omits are not split. If the call raises, the module
+    is unchanged.
+
+    Args:
+        module: the model, before it is wrapped.
+        mesh: one axis, such as ``mesh["tp"]``.
+        plan: a mapping from patterns of module names to styles, or ``model.tp_plan`` of
+            transformers. ``*`` matches one part between dots. The styles are ``column`` (splits the
+            outputs), ``row`` (splits the inputs) and ``vocab`` (splits an embedding's rows);
+            ``column_whole`` (gathers the outputs) and ``row_whole`` (takes unsplit inputs);
+            ``column_sequence``, ``row_sequence`` and ``vocab_sequence``, whose other activations
+            are split along the sequence, the dimension before the last; ``column_sequence_whole``;
+            ``reduced``, for an unsplit module that each rank uses on its own part, such as a norm
+            in a split sequence; ``cut_sequence`` and ``gather_sequence``, for the output of any
+            module.
+        check: whether ranks compare their models first. Pass False if you load values later; then
+            nothing is sent.
+
+    Returns:
+        ``module``. Its split parameters are the same objects; they hold this rank's part and are
+        annotated with their specs. Uneven sizes are balanced.
+
+    Gradient:
+        As of the unsplit model; each rank holds its part for split parameters. Gradients of
+        ``reduced`` modules are summed over the axis.
+
+    Cost:
+        See ``md.tensor_parallel.explain(module)``. The comparison reads the model once and sends 16
+        bytes.
+
+    Raises:
+        ArgumentError: if a pattern matches no module, two patterns match the same module, a style
+            is unknown, a module is split or wrapped already, or a tied parameter would be split in
+            two ways.
+        KindError: if a style does not support the module's class, or is a torch ParallelStyle.
+        ShapeError: if a size is smaller than the axis, or a ``column`` layer would be split inside
+            a head (its parent has a ``head_dim``).
+        MeshError: if ``mesh`` does not have exactly one axis.
+        NotInGroupError: if this rank is not in the mesh.
+        UnequalError: if ranks hold different modules and ``check`` is True.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     md.seed(0)
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+        ...     x, whole = torch.ones(1, 4), model(torch.ones(1, 4))
+        ...     md.parallelize(model, mesh["tp"], {"0": "column", "1": "row"})
+        ...     return tuple(model[0].weight.shape), torch.allclose(model(x), whole)
+        >>> md.simulate(program, 2)
+        [((3, 4), True), ((3, 4), True)]
+
+    Source:
+        Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+        Parallelism, 2019, section 3; with the sequence cut: Korthikanti et al., Reducing Activation
+        Recomputation in Large Transformer Models, 2022, section 4.2.
+    """
+    if not isinstance(module, nn.Module):
+        raise KindError(
+            "parallelize takes a module",
+            found=f"a {type(module).__name__}",
+            fix="pass the torch.nn.Module as the first argument",
+        )
+    axis = _axis_of(mesh)
+    assigned = read_plan(module, plan, axis, mesh.size())
+    with HiddenFromModes(), torch.no_grad():
+        if check:
+            _check_equal(module, mesh)
+        parts = {}
+        for each in assigned:
+            for leaf, spec in _specs(each, axis).items():
+                parameter = getattr(each.module, leaf)
+                if parameter not in parts:
+                    parts[parameter] = shard(parameter.detach(), spec, mesh, check=False)
+        for parameter, part in parts.items():
+            parameter.data = part
+    for each in assigned:
+        _change(each, mesh)
+    _warn_of_norms(module, assigned, axis)
+    if mesh.size() > 1:
+        _warn_of_packed(assigned)
+    return module
+
+
+def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise UnequalError on every rank if ranks hold different models; collective."""
+    try:
+        assert_equal(model, mesh)
+    except UnequalError as error:
+        error.add_fix(
+            "call md.seed(0) on every rank before you create the model, or load one file on all "
+            "ranks; or pass check=False if you load values later"
+        )
+        raise
+
+
+def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:
+    """Warn of norm layers that a plan omits although it splits the sequence."""
+    if not any("sequence" in each.style for each in assigned):
+        return
+    named = {id(each.module) for each in assigned}
+    left_out = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Norm")
+        and id(module) not in named
+        # If the norm is annotated, the user has handled it.
+        and any(find_type(x) is None for x in module.parameters(recurse=False))
+    ]
+    if left_out:
+        summary = "parallelize: the plan splits the sequence but omits norm layers"
+        warn_caller(
+            explain_text(
+                summary,
+                expected=f"'reduced' for each norm whose input is split over {axis!r} (otherwise "
+                "its gradient is only this rank's part, outside md.typed)",
+                found=first_texts(left_out, ", "),
+                fix="add them to the plan; if a norm reads complete sequences, annotate it: "
+                "md.annotate(model, {'norm.*': '...'}, mesh=mesh)",
+            )
+        )
+
+
+def _warn_of_packed(assigned: list[Assignment]) -> None:
+    """Warn of column layers with names of packed projections."""
+    packed = [
+        each.name
+        for each in assigned
+        if STYLES[each.style].becomes is ColumnParallelLinear
+        and "whole" not in each.style
+        and _PACKED.fullmatch(each.name.rpartition(".")[2])
+    ]
+    if packed:
+        warn_caller(
+            explain_text(
+                "parallelize: a column layer is named like a packed projection",
+                expected="features stored head by head (if q, k and v are stored one after the "
+                "other, chunk(3) of a rank's part mixes them)",
+                found=first_texts(packed, ", "),
+                fix="split it into one layer for each projection, or use 'column_whole'; if its "
+                "features are stored head by head, rename the layer, or\n"
+                "warnings.filterwarnings('ignore', '.*named like a packed projection')",
+            )
+        )
+
+
+def _axis_of(mesh: object) -> str:
+    if not isinstance(mesh, DeviceMesh):
+        raise KindError(
+            "parallelize takes one axis of a meshdist.DeviceMesh",
+            expected='mesh["tp"]',
+            found=f"a {type(mesh).__module__}.{type(mesh).__qualname__}",
+            fix='convert it: DeviceMesh.from_torch(mesh)["tp"]'
+            if type(mesh).__name__ == "DeviceMesh"
+            else 'pass the axis of a mesh: mesh["tp"]',
+        )
+    if len(mesh.axis_names) != 1:
+        raise MeshError(
+            "parallelize takes one named axis of a mesh",
+            expected='mesh["tp"]',
+            found=repr(mesh),
+            fix='pass one axis: mesh["tp"]; or name the axes: mesh_dim_names=("dp", "tp")',
+        )
+    coordinate_in(mesh, "parallelize")
+    return mesh.axis_names[0]
+
+
+def _change(each: Assignment, mesh: DeviceMesh) -> None:
+    """Change a module's class, or add a hook, for its style; split its parameters."""
+    module, style = each.module, each.style
+    becomes, specs = STYLES[style].becomes, _specs(each, mesh.axis_names[0])
+    if becomes is not None:
+        module.__class__ = becomes
+        assert isinstance(module, SplitLayer)
+        module.mesh, module.style = mesh, style
+        annotate(module, specs, mesh=mesh)
+        if style == "row_sequence" and isinstance(module.bias, torch.Tensor):
+            note_summed(module.bias, mesh)
+    elif style == "reduced":
+        for parameter in module.parameters(recurse=False):
+            note_summed(parameter, mesh)
+        module.__dict__["forward"] = ReducedForward(style, mesh, module, module.forward)
+    else:
+        hook = CutSequence if style == "cut_sequence" else GatherSequence
+        module.register_forward_hook(hook(style, mesh))
+
+
+# -- the explanation ------------------------------------------------------------------------------
+
+
+def explain(
+    module: nn.Module, mesh: DeviceMesh | None = None, plan: Mapping[str, str] | None = None
+) -> str:
+    """Describe the communication of a module's layers in the forward and backward pass.
+
+    Args:
+        module: a module that ``parallelize`` has changed. With ``mesh`` and ``plan``, a module that
+            you want to parallelize: it is not changed.
+        mesh, plan: the arguments of ``parallelize``.
+
+    Returns:
+        A few lines of text for each style and size; layers whose names differ only in numbers share
+        an entry. Sizes are global; ``...`` are the batch dimensions, ``s`` the sequence.
+
+    Raises:
+        All errors of ``parallelize``, if ``mesh`` and ``plan`` are given.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+        ...     return md.tensor_parallel.explain(model, mesh, {"1": "row"})
+        >>> print(md.simulate(program, 2)[0])
+        tensor parallel over tp=2
+          *  row
+            forward:  all-reduce of the output, [..., 4]
+            backward: nothing
+    """
+    if plan is not None:
+        axis = _axis_of(mesh)
+        assert mesh is not None
+        over = f"{axis}={mesh.size()}"
+        found = [(over, each) for each in read_plan(module, plan, axis, mesh.size())]
+    else:
+        found = list(_parallelized(module))
+    if not found:
+        return "no layer is parallelized"
+    grouped: dict[str, dict[str, int]] = {}
+    for over, each in found:
+        lines = grouped.setdefault(over, {})
+        text = f"{_generic(each.name) or 'the model itself'}  {_explained(each)}"
+        lines[text] = lines.get(text, 0) + 1
+    return "\n".join(
+        "\n".join([f"tensor parallel over {over}", *map(_with_count, lines.items())])
+        for over, lines in grouped.items()
+    )
+
+
+def _parallelized(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
+    """Yield ("tp=2", assignment) for each parallelized module."""
+    for name, child in module.named_modules():
+        uses = [child] if isinstance(child, SplitLayer) else _uses_of(child)
+        for use in uses[:1]:
+            over = f"{use.mesh.axis_names[0]}={use.mesh.size()}"
+            yield over, Assignment(name, child, use.style)
+
+
+def _uses_of(module: nn.Module) -> list[UseHook]:
+    found: list[object] = [module.forward, *module._forward_hooks.values()]
+    return [use for use in found if isinstance(use, UseHook)]
+
+
+def _explained(each: Assignment) -> str:
+    style, module = STYLES[each.style], each.module
+    sizes: dict[str, object] = {"d": "", "f": ""}
+    if isinstance(module, nn.Linear):
+        sizes = {"d": module.in_features, "f": module.out_features}
+    elif isinstance(module, nn.Embedding):
+        sizes = {"f": module.embedding_dim}
+    backward = style.backward.format(**sizes)
+    if each.style == "reduced":
+        count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        backward += f", {count} elements"
+    return f"{each.style}\n    forward:  {style.forward.format(**sizes)}\n    backward: {backward}"
+
+
+def _with_count(item: tuple[str, int]) -> str:
+    text, count = item
+    head, rest = text.split("\n", 1)
+    return f"  {head}{f', {count} times' if count > 1 else ''}\n{rest}"

@@ -1,0 +1,1 @@
+"""Infer the types of values over mesh axes."""

@@ -1,1 +1,0 @@
-"""Torch's own wires: Gloo, NCCL, UCC, XCCL, and backends written for torch.distributed."""

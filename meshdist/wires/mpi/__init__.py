@@ -1,1 +1,0 @@
-"""MPI, by mpi4py: the ranks that mpiexec has started."""

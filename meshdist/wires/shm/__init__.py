@@ -1,1 +1,0 @@
-"""The shared-memory wire: the ranks of one host, through memory that they share."""

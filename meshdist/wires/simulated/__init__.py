@@ -1,1 +1,0 @@
-"""The wire of simulated ranks: one process, of whose ranks exactly one runs."""
