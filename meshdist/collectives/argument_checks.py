@@ -48,8 +48,8 @@ def check_reducible(
             f"{operation} cannot reduce {dtype_name(dtype)} with {name}",
             where=f"argument of shape {shape_text(tensor.shape)}",
             expected=refusal,
-            fix="use SUM and divide, or convert the tensor"
-            if op == ReduceOp.AVG
+            fix="convert the tensor, for example to torch.int32"
+            if dtype is torch.bool
             else "use another reduction, or convert the tensor",
         )
 
