@@ -61,8 +61,8 @@ def get_integer(
         raise KindError(f"{name} must be an integer", **{"found": found, **parts})
     (number,) = numbers
     if (least is not None and number < least) or (most is not None and number > most):
-        expected = f"{least} or more" if most is None else f"{least} to {most}"
-        raise ArgumentError(f"{name} is {number}", **{"expected": expected, **parts})
+        limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise ArgumentError(f"{name} is {number}", **{"expected": f"an integer {limits}", **parts})
     return number
 
 

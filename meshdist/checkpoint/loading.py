@@ -449,7 +449,8 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
             prefix = lacking[0].partition(".")[0]
             bare = [name.removeprefix(f"{prefix}.") for name in lacking]
             raise CheckpointError(
-                f"{call}: the checkpoint lacks {len(lacking)} names of the state",
+                f"{call}: the checkpoint lacks {len(lacking)} "
+                f"name{'s' * (len(lacking) != 1)} of the state",
                 where=folder,
                 expected=first_texts(lacking, ", "),
                 found=f"{near[0]!r}, the name most similar to {lacking[0]!r}"

@@ -130,7 +130,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
     if not leaves:
         raise ArgumentError(
             "accumulate_gradients has no parameter that requires a gradient",
-            found=f"{len(found)} tensors that require none",
+            found=f"{len(found)} tensor{'s' * (len(found) != 1)} without requires_grad",
             fix="call requires_grad_() on the parameters to train, and pass them",
         )
     return leaves

@@ -225,7 +225,7 @@ def _checked_numbers(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     if not limit >= 0:
         raise ArgumentError(
             "clip_grad_norm_: max_norm must not be negative",
-            expected="a number from 0",
+            expected="a number of 0 or more",
             found=f"{limit}",
             fix="pass for example max_norm=1.0",
         )

@@ -334,7 +334,7 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         lambda _: {"yy": torch.zeros(3)},
         {},
         "CheckpointError",
-        ("lacks 1 names of the state", "'y', the name most similar to 'yy'", 'missing="keep"'),
+        ("lacks 1 name of the state", "'y', the name most similar to 'yy'", 'missing="keep"'),
     ),
     "a leaf as an array": (
         lambda _: {"step": torch.zeros(3)},
