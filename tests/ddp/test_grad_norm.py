@@ -760,7 +760,7 @@ def test_ranks_that_pass_other_arguments() -> None:
         (
             KindError,
             {"parameters": 3},
-            ("clip_grad_norm_ requires an iterable of parameters\n  found:    a int"),
+            ("clip_grad_norm_ requires an iterable of parameters\n  found:    an int"),
         ),
         (
             KindError,
