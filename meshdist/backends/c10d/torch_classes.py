@@ -70,7 +70,9 @@ class RegisteredBackend(BackendType):
             else:
                 group = self.make(opening.make_torch_store(), opening.rank, size, opening.timeout)
         except RuntimeError as error:
-            raise BackendFailure(first_line(error)) from error
+            failure = BackendFailure(first_line(error))
+            failure.fix = getattr(error, "fix", None) or ""
+            raise failure from error
         if isinstance(group, ProcessGroupGloo):
             return GlooCommunicator(self.name, opening.rank, size, group, opening.store)
         return C10dCommunicator(self.name, opening.rank, size, group)
