@@ -64,7 +64,7 @@ torch-conformance: $(VENV)/.installed-conformance ## torch's own process-group t
 trainers: $(VENV)/.installed-test $(VENV)/.installed-trainers ## accelerate, Lightning and transformers on our backends
 	$(BIN)/python -m tests.trainers
 
-engines: $(VENV)/.installed-test ## the programs of docs/engines.md, each under its engine; see packaging/engines.md
+engines: $(VENV)/.installed-test ## the programs of docs/how-to/schedulers.md, each under its engine; see packaging/engines.md
 	$(BIN)/python packaging/engines.py $(ENGINES)
 
 mutants: $(VENV)/.installed-test ## 200 small faults in copies of the checkout, which tests must catch; see packaging/mutants.md

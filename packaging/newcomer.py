@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = ("README.md", "docs/tutorials/torch_tutorial.md")
 TORCH = next(
     line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:7] == "torch=="
 )

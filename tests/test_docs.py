@@ -28,10 +28,10 @@ TIMEOUT_S = 120
 
 # How many blocks of a page carry the comment. A page that is not listed has none.
 NOT_EXECUTED: dict[str, int] = {
-    "docs/cuda.md": 1,
-    "docs/ddp.md": 2,
-    "docs/engines.md": 10,
-    "docs/trainers.md": 6,
+    "docs/how-to/cuda.md": 1,
+    "docs/how-to/data_parallel.md": 2,
+    "docs/how-to/schedulers.md": 10,
+    "docs/how-to/trainers.md": 6,
 }
 
 PYTHON = ("python",)

@@ -1,4 +1,4 @@
-"""docs/versions.md and CHANGELOG.md, checked against what names the versions."""
+"""docs/install.md and CHANGELOG.md, checked against what names the versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch_versions
 import wheels
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 

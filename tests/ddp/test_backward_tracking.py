@@ -23,7 +23,7 @@ import meshdist as md
 from tests.pool import Pool
 
 SIZES = {"small": 1, "large": 20_000}
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "differences_from_torch.md"
 
 
 class Box:

@@ -1,6 +1,6 @@
 """The promises of the pages, and what shows on each backend that they are kept: one table.
 
-``python -m tests.promises.table`` writes docs/promises.md from it.
+``python -m tests.promises.table`` writes docs/contributing/conformance.md from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.promises import programs
 __all__ = ["COLUMNS", "PAGE", "PROMISES", "Promise", "page"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "promises.md"
+PAGE = ROOT / "docs" / "contributing" / "conformance.md"
 
 COLUMNS = {
     "shm": "shared memory",
