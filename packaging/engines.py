@@ -1,4 +1,4 @@
-"""The programs of docs/how-to/schedulers.md, each run under its engine, in an environment of its own.
+"""Run the programs of docs/how-to/schedulers.md, each in a new environment.
 
 python packaging/engines.py [ENGINE ...]
 

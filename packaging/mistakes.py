@@ -1,4 +1,4 @@
-"""Writes docs/reference/common_mistakes.md: twelve typical mistakes, made with meshdist, torch.distributed and JAX.
+"""Write docs/reference/common_mistakes.md: twelve mistakes with meshdist, torch and JAX.
 
     python packaging/mistakes.py --jax PYTHON      (an interpreter that has JAX; four minutes)
 

@@ -76,7 +76,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to files of the checkout, outside the site, by their names."""
-    if page.file.src_uri.startswith("reference/"):
+    if page.file.src_uri.startswith("api/"):
         return markdown
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
     return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", partial(_named, folder), markdown)
@@ -105,10 +105,10 @@ def reference() -> dict[str, str]:
         if inspect.isroutine(thing) or inspect.isclass(thing)
     ]
     texts = {
-        f"reference/{page}.md": f"# {title}\n\n" + "\n".join(dict.fromkeys(pages[page]))
+        f"api/{page}.md": f"# {title}\n\n" + "\n".join(dict.fromkeys(pages[page]))
         for page, title in _TITLES.items()
     }
-    return {**texts, "reference/index.md": _index(listed)}
+    return {**texts, "api/index.md": _index(listed)}
 
 
 def names_by_page() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""docs/contributing/architecture.md and the glossary: paths exist, all folders are listed, terms are few."""
+"""docs/contributing: paths exist, all folders are listed, and terms are few."""
 
 from __future__ import annotations
 

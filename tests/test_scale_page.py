@@ -1,4 +1,4 @@
-"""The numbers of docs/explanation/scale.md that can be counted here: descriptors and threads of an axis."""
+"""Numbers of docs/explanation/scale.md: descriptors and threads of an axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of docs/how-to/trainers.md, each run as it stands there, on two processes; split models.
+"""Run the programs of docs/how-to/trainers.md on two processes, and split models.
 
 ``python -m tests.trainers`` runs all of them; their trainers must be installed.
 """

@@ -33,7 +33,8 @@ class ClusterScheduler:
         """The fix that errors show in its workers."""
         return (
             "pass each worker its rank and a shared store, before its first collective or mesh: "
-            "init_process_group(store=store, rank=rank, world_size=size); docs/how-to/schedulers.md has a "
+            "init_process_group(store=store, rank=rank, world_size=size); "
+            "docs/how-to/schedulers.md has a "
             f"complete program under {self.name!r}"
         )
 

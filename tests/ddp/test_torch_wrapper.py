@@ -1,4 +1,4 @@
-"""torch's own wrapper over a world that ours has adopted, as docs/how-to/data_parallel.md shows it."""
+"""torch's own wrapper over our process group, as docs/how-to/data_parallel.md shows it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How a case went, and what in it breaks a promise.
 
-What is promised (docs/how-to/initialize.md, docs/how-to/debug.md, docs/reference/collectives.md, docs/how-to/mpi.md):
+What is promised (docs/how-to: initialize, debug, mpi; docs/reference/collectives.md):
 
 * a rank that waits for the one that failed raises a MeshdistError within its timeout; it then has
   ``GRACE_S`` to ask the others, to write its report and to end;
