@@ -28,8 +28,9 @@ TIMEOUT_S = 120
 
 # How many blocks of a page carry the comment. A page that is not listed has none.
 NOT_EXECUTED: dict[str, int] = {
+    "docs/how-to/communication_hooks.md": 1,
     "docs/how-to/cuda.md": 1,
-    "docs/how-to/data_parallel.md": 2,
+    "docs/how-to/local_sgd_and_pipelines.md": 1,
     "docs/how-to/schedulers.md": 10,
     "docs/how-to/trainers.md": 6,
 }
