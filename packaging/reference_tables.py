@@ -1,4 +1,4 @@
-"""Write the generated tables of launchers, environment variables and errors in docs/reference.
+"""Write the generated tables of launchers, flags, environment variables and errors.
 
     python packaging/reference_tables.py
 
@@ -7,18 +7,23 @@ A table stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``; ``TA
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "packaging")]
 
-from raised_errors import all_errors, table  # noqa: E402
+from raised_errors import all_errors, cell, table  # noqa: E402
 
+from meshdist.cli import run  # noqa: E402
+from meshdist.cli.flags import Parser  # noqa: E402
 from meshdist.launching.launcher_variables import (  # noqa: E402
     BY_HAND,
     KUBEFLOW,
@@ -28,8 +33,15 @@ from meshdist.launching.launcher_variables import (  # noqa: E402
     LauncherVariables,
 )
 
-REFERENCE = ROOT / "docs" / "reference"
-PAGES = ("launchers.md", "environment_variables.md", "errors.md")
+PAGES = {
+    name: ROOT / "docs" / name
+    for name in (
+        "reference/launchers.md",
+        "reference/environment_variables.md",
+        "reference/errors.md",
+        "how-to/launch.md",
+    )
+}
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -75,6 +87,37 @@ def _store(row: LauncherVariables) -> str:
     if row.port:
         return _code([row.address or "MASTER_ADDR", row.port])
     return "first host of the list, port by job and step" if row.hosts else "automatic"
+
+
+class _MadeError(Exception):
+    """The parser of a command, at the moment at which it would parse."""
+
+
+class _UnusedParser(Parser):
+    def parse_args(self, *_: Any, **__: Any) -> NoReturn:
+        raise _MadeError(self)
+
+
+def _parser_of_run() -> Parser:
+    with mock.patch.object(run, "Parser", _UnusedParser):
+        try:
+            run.main([])
+        except _MadeError as made:
+            parser: Parser = made.args[0]
+            return parser
+    raise AssertionError("meshdist run parsed no arguments")
+
+
+def flags() -> str:
+    """Return the flags of ``meshdist run``."""
+    rows = []
+    for action in _parser_of_run()._actions:
+        shown = [name for name in action.option_strings if "_" not in name]
+        if shown and action.help not in (None, argparse.SUPPRESS) and action.dest != "help":
+            value = action.metavar or " or ".join(action.choices or ())
+            usage = ", ".join(f"`{f'{name} {value}'.strip()}`" for name in shown)
+            rows.append((usage, cell(action.help)))
+    return _markdown(("flag", "effect"), rows)
 
 
 # -- environment variables ----------------------------------------------------------------------
@@ -325,6 +368,7 @@ def errors_by_area() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "launchers": launchers,
+    "flags": flags,
     "own variables": lambda: _variables(OWN),
     "read variables": lambda: _variables(READ),
     "set variables": lambda: _variables(
@@ -347,5 +391,5 @@ def with_all_errors(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in (REFERENCE / name for name in PAGES):
+    for path in PAGES.values():
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

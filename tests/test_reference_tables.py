@@ -1,4 +1,4 @@
-"""The generated tables of the reference: each page is what packaging/reference_tables.py writes."""
+"""The generated tables of pages: each is what packaging/reference_tables.py writes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raised_errors import RaisedError, all_errors
 
 @pytest.mark.parametrize("name", reference_tables.PAGES)
 def test_the_page_has_the_tables_as_they_are_now(name: str) -> None:
-    page = (reference_tables.REFERENCE / name).read_text(encoding="utf-8")
+    page = reference_tables.PAGES[name].read_text(encoding="utf-8")
     message = "run `python packaging/reference_tables.py`"
     assert reference_tables.with_tables(page) == page, message
     assert "begin -->" in page
 
 
 def test_every_table_is_on_a_page() -> None:
-    pages = (reference_tables.REFERENCE / name for name in reference_tables.PAGES)
+    pages = reference_tables.PAGES.values()
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for name in reference_tables.TABLES:
         assert text.count(f"<!-- {name}: begin -->") == text.count(f"<!-- {name}: end -->") == 1
@@ -76,7 +76,7 @@ def test_the_fix_of_a_variable_is_found(errors: dict[str, RaisedError]) -> None:
 
 
 def test_the_site_has_all_errors(errors: dict[str, RaisedError]) -> None:
-    page = (reference_tables.REFERENCE / "errors.md").read_text(encoding="utf-8")
+    page = reference_tables.PAGES["reference/errors.md"].read_text(encoding="utf-8")
     site = reference_tables.with_all_errors(page)
     assert len(errors) > 600
     assert site.count("\n| `") == len(errors)
