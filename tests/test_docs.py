@@ -161,6 +161,32 @@ def test_every_link_within_the_checkout_leads_somewhere(page: str) -> None:
     assert [t for t in targets if "://" not in t and not (here / t).exists()] == []
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as the site and GitHub make them."""
+    text = re.sub(
+        r"^(`{3,})[^\n]*\n.*?^\1$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S
+    )
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.M):
+        slug = (
+            re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
+        )
+        found.add(re.sub(r"[-\s]+", "-", slug))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_anchor_of_a_link_exists(page: str) -> None:
+    here = ROOT / page
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", here.read_text(encoding="utf-8"))
+    missing = []
+    for target, anchor in links:
+        path = (here.parent / target) if target else here
+        if path.suffix == ".md" and path.exists() and anchor not in anchors_of(path):
+            missing.append(f"{target}#{anchor}")
+    assert missing == []
+
+
 def test_every_public_name_is_described() -> None:
     names = {*meshdist.__all__, *meshdist.distributed.__all__, *meshdist.errors.__all__}
     public = {name: getattr(meshdist, name) for name in names}
