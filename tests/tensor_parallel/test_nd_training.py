@@ -158,7 +158,7 @@ def check(case: Case) -> None:
         return trained_together(case, "cpu", Trained(case), whole, wanted)
 
     for found, of_norms in md.simulate(program, math.prod(case.shape)):
-        assert found < 1e-11 and of_norms < 1e-11
+        assert found < 1e-11 and of_norms < 1e-9  # three steps amplify roundings of the norm
 
 
 @settings(max_examples=6)
