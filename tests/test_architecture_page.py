@@ -62,7 +62,7 @@ def test_it_is_short() -> None:
 
 
 def test_there_are_few_internal_terms() -> None:
-    assert "(contributing/glossary.md#internal-terms)" in PAGE
+    assert "(glossary.md#internal-terms)" in PAGE
     section = GLOSSARY.partition("## Internal terms\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")]
     assert 0 < len(rows) - 1 <= MOST_WORDS
