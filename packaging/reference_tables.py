@@ -1,4 +1,4 @@
-"""Write the generated tables of launchers, flags, environment variables and errors.
+"""Write the generated tables of launchers, flags, environment variables, errors and mistakes.
 
     python packaging/reference_tables.py
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ PAGES = {
         "reference/launchers.md",
         "reference/environment_variables.md",
         "reference/errors.md",
+        "reference/undetected_mistakes.md",
         "how-to/launch.md",
     )
 }
@@ -364,6 +366,22 @@ def errors_by_area() -> str:
     return "\n".join(parts)
 
 
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+def undetected_mistakes() -> str:
+    """Return a table for each area: the rows of tests/misuse_rows.json that no error reports."""
+    text = (ROOT / "tests" / "misuse_rows.json").read_text(encoding="utf-8")
+    areas: dict[str, list[Sequence[str]]] = {}
+    for row in json.loads(text)["mistakes"]:
+        if row.get("undetected"):
+            names = [name for name in row["names"] if name != "DistributedDataParallel"]
+            cells = (_code(names), row["mistake"], row["effect"], row["do"])
+            areas.setdefault(row["section"], []).append(cells)
+    head = ("call", "mistake", "effect", "do this")
+    return "\n".join(f"## {area}\n\n{_markdown(head, rows)}" for area, rows in areas.items())
+
+
 # -- pages --------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -376,6 +394,7 @@ TABLES: dict[str, Callable[[], str]] = {
         name="if you set it",
     ),
     "errors": errors_of_initialization,
+    "undetected mistakes": undetected_mistakes,
 }
 _MARKED = re.compile(r"(<!-- ([a-z ]+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import meshdist as md
+from tests.pool import Pool
 
 
 def mesh_of_all(name: str = "tp") -> md.DeviceMesh:
@@ -29,7 +30,9 @@ def test_a_parameter_outside_the_wrapped_module_has_local_gradients() -> None:
         torch.manual_seed(0)
         model, scale = md.DDP(nn.Linear(1, 1, bias=False)), nn.Parameter(torch.ones(1))
         (scale * model(torch.full((1, 1), 1.0 + md.get_rank()))).sum().backward()
-        return model.module.weight.grad.item(), scale.grad.item()
+        assert scale.grad is not None
+        weight: Any = model.module.weight
+        return weight.grad.item(), scale.grad.item()
 
     (mean, first), (same, second) = md.simulate(program, 2)
     assert mean == same and second == pytest.approx(2 * first)
@@ -39,7 +42,10 @@ def test_unannotated_shards_along_the_only_axis_become_the_first_ranks() -> None
     def program() -> list[float]:
         shard = nn.Linear(1, 1, bias=False)
         nn.init.constant_(shard.weight, float(md.get_rank()))
-        return md.DDP(shard, device_mesh=mesh_of_all()).module.weight.flatten().tolist()
+        weights: list[float] = (
+            md.DDP(shard, device_mesh=mesh_of_all()).module.weight.flatten().tolist()
+        )
+        return weights
 
     assert md.simulate(program, 2) == [[0.0], [0.0]]
 
@@ -62,7 +68,7 @@ def test_torchs_clip_of_shards_uses_each_ranks_norm() -> None:
 def test_samplers_with_different_arguments_skip_or_repeat_samples(mistake: str) -> None:
     def program() -> list[int]:
         is_first = md.get_rank() == 0
-        data = range(7) if is_first or mistake != "data" else range(11)
+        data: Any = range(7) if is_first or mistake != "data" else range(11)
         drop_last = is_first and mistake == "drop_last"
         return list(md.DistributedSampler(data, shuffle=False, drop_last=drop_last))
 
@@ -82,9 +88,7 @@ def test_a_name_in_one_operand_is_summed_there() -> None:
     assert md.simulate(program, 2) == [True, True]
 
 
-def test_a_sliced_shard_whose_axis_is_omitted_counts_as_the_global_array(
-    pool: Any,
-) -> None:
+def test_a_sliced_shard_whose_axis_is_omitted_counts_as_the_global_array(pool: Pool) -> None:
     def program() -> list[float]:
         x = torch.arange(4.0).chunk(2)[md.get_rank()]
         return md.einsum("d, d ->", x, torch.ones(2), mesh=mesh_of_all()).flatten().tolist()
@@ -99,7 +103,7 @@ SPLIT = {"0": "column", "1": "row"}
 
 def test_code_that_reads_a_split_weight_gets_this_ranks_part() -> None:
     def program() -> tuple[int, ...]:
-        split = md.parallelize(two_layers(), mesh_of_all(), SPLIT)
+        split: Any = md.parallelize(two_layers(), mesh_of_all(), SPLIT)
         return tuple(functional.linear(torch.ones(2).double(), split[0].weight).shape)
 
     assert md.simulate(program, 2) == [(2,), (2,)]
@@ -156,13 +160,13 @@ def test_dropout_on_a_split_sequence_repeats_its_mask() -> None:
 def test_a_parameter_on_a_split_sequence_has_one_ranks_part_of_its_gradient() -> None:
     def program(is_annotated: bool) -> float:
         mesh = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        net = nn.Linear(1, 1)
+        net: Any = nn.Linear(1, 1)
         nn.init.ones_(net.weight)
         if is_annotated:
             md.annotate(net, {"weight": "o i {R:tp}", "bias": "o {R:tp}"}, mesh=mesh)
         model = md.DDP(net, device_mesh=mesh["dp"])
         model(torch.tensor([[1.0], [2.0]])[md.get_rank()]).sum().backward()
-        return net.weight.grad.item()
+        return float(net.weight.grad)
 
     assert md.simulate(program, 2, (False,)) == [1.0, 2.0]
     assert md.simulate(program, 2, (True,)) == [3.0, 3.0]
@@ -170,7 +174,7 @@ def test_a_parameter_on_a_split_sequence_has_one_ranks_part_of_its_gradient() ->
 
 def test_the_state_of_another_rank_loads_into_a_split_model() -> None:
     def program() -> bool:
-        split = md.parallelize(two_layers(), mesh_of_all(), SPLIT)
+        split: Any = md.parallelize(two_layers(), mesh_of_all(), SPLIT)
         states: list[Any] = [None, None]
         md.all_gather_object(states, split.state_dict())
         split.load_state_dict(states[0])
@@ -184,3 +188,27 @@ def test_the_state_of_another_rank_loads_into_a_split_model() -> None:
 
 def test_a_shared_tensor_can_be_read_before_it_is_written() -> None:
     assert md.simulate(lambda: tuple(md.shared_empty((2,)).shape), 2) == [(2,), (2,)]
+
+
+# -- gradients of collectives ---------------------------------------------------------------------
+
+
+def test_a_cast_that_is_missing_before_a_sum_leaves_local_gradients() -> None:
+    def program(is_cast: bool) -> float:
+        mesh = mesh_of_all()
+        weight = torch.ones((), requires_grad=True)
+        used = md.lax.pvary(weight, "tp", mesh=mesh) if is_cast else weight
+        md.lax.psum(used * (1.0 + md.get_rank()), "tp", mesh=mesh).backward()
+        assert weight.grad is not None
+        return weight.grad.item()
+
+    assert md.simulate(program, 2, (False,)) == [1.0, 2.0]
+    assert md.simulate(program, 2, (True,)) == [3.0, 3.0]
+
+
+def test_a_value_that_is_reduced_twice_is_summed_twice() -> None:
+    def program() -> float:
+        with mesh_of_all():
+            return float(md.lax.psum(md.lax.psum(torch.ones(()), "tp"), "tp"))
+
+    assert md.simulate(program, 2) == [4.0, 4.0]
