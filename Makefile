@@ -82,8 +82,9 @@ sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and A
 bench: $(VENV)/.installed-bench ## run every benchmark; each writes its report beside it
 	@set -e; for script in $(filter-out %/before_after.py,$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
-docs: $(VENV)/.installed-docs ## the documentation as a site in build/site; a warning, or a link that leads nowhere, is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+docs: $(VENV)/.installed-docs ## the documentation as a site in build/site; a warning, a broken link, or a failed search is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	$(BIN)/python packaging/site_search.py
 	@echo "build/site/index.html, or: $(BIN)/python -m http.server --directory build/site"
 
 wheels: $(VENV)/.made ## an sdist, a wheel for each Python that is here, a pure one; each is tested; see dist/wheels.md

@@ -3,12 +3,14 @@
 The reference has each public name once: what stands on top by the folder that it lives in, and what
 stands in ``meshdist.distributed`` alone on a page of its own; a name without a page, or a page
 without names, ends the build. The page of errors has all errors of the package, by
-``reference_tables.with_all_errors``.
+``reference_tables.with_all_errors``. ``search_words.json`` lists more words by which the search
+finds a page (tags), and pages that rank lower (boost).
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import posixpath
 import re
@@ -32,7 +34,7 @@ import meshdist  # noqa: E402 - from this checkout
 _TITLES = {
     "mesh": "Mesh",
     "worlds": "Worlds",
-    "collectives": "Operations",
+    "collectives": "Collectives",
     "lax": "lax: JAX's names",
     "experts": "experts",
     "typed_mode": "Types",
@@ -40,7 +42,7 @@ _TITLES = {
     "tensor_parallel": "Tensor parallelism",
     "checkpoint": "Checkpoints",
     "ddp": "Data parallelism",
-    "errors": "Errors",
+    "errors": "Exceptions",
     "distributed": "distributed: torch's names",
 }
 _ELSEWHERE = {
@@ -49,6 +51,7 @@ _ELSEWHERE = {
     "lax": "typed_mode",
     "reduce_ops": "collectives",
 }
+_BREAK = re.compile(r"(?<=[\w\])])[._(,/\[]+(?=\w)")  # a name in a table may break after this
 _MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
 _OF_OPERATIONS = ("experts", "lax")  # modules whose names are written with theirs
 
@@ -74,6 +77,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to files outside the site by their names; list all errors on their page."""
+    page.meta.update(search_words(page.file.src_uri))
     if page.file.src_uri == "reference/errors.md":
         return with_all_errors(markdown)
     if page.file.src_uri.startswith("api/"):
@@ -82,11 +86,37 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", partial(_named, folder), markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Let long names in tables break after a dot, an underscore, a comma or a bracket."""
+    return re.sub(r"<td[^>]*>.*?</td>", _with_breaks, html, flags=re.DOTALL)
+
+
+def _with_breaks(cell: re.Match[str]) -> str:
+    return re.sub(
+        r"(<code>)([^<]*)(</code>)",
+        lambda code: (
+            code[1] + re.sub(r"(?<=[\w\])])([._(,/\[]+)(?=\w)", r"\1<wbr>", code[2]) + code[3]
+        ),
+        cell[0],
+    )
+
+
+def search_words(page: str) -> dict[str, Any]:
+    """Return the tags of a page for the search, and its boost, as mkdocs takes them."""
+    words = json.loads(Path(__file__).with_name("search_words.json").read_text(encoding="utf-8"))
+    boosts = [boost for path, boost in words["boost"].items() if page.startswith(path)]
+    tags = words["tags"].get(page)
+    return {
+        **({"tags": tags} if tags else {}),
+        **({"search": {"boost": min(boosts)}} if boosts else {}),
+    }
+
+
 def _named(folder: str, link: re.Match[str]) -> str:
     text, path = link[1], posixpath.normpath(posixpath.join(folder, link[2]))
     if path.startswith("docs/"):
         return link[0]
-    return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
+    return f"`{path}`" if text.strip("`/") in path else f"{text} (`{path}`)"
 
 
 # -- the reference ------------------------------------------------------------------------------
@@ -155,10 +185,10 @@ def _entry(name: str, thing: Any, module: str) -> str:
 def _index(listed: dict[str, list[str]]) -> str:
     """All public names on one page."""
     lines = [
-        "# Reference",
+        "# API",
         "",
-        "What stands on top, as `md.all_reduce`, by the page that describes it. "
-        "[Where each name is](../names.md) has all names in one table.",
+        "The public names, such as `md.all_reduce`, by the page that describes them. "
+        "[Where each name is](../reference/names.md) has all names in one table.",
         "",
     ]
     for page, title in _TITLES.items():
