@@ -50,21 +50,21 @@ _HOMES |= dict.fromkeys(_MODULES.split(), "")
 
 # Alternatives in meshdist to names of torch.
 OURS = {
-    "DTensor": "meshdist.ShardedArray; meshdist.distributed.to_dtensor and from_dtensor go between "
-    "the two",
+    "DTensor": "meshdist.ShardedArray; meshdist.distributed.to_dtensor and from_dtensor convert "
+    "between the two",
     "Partial": "{U:axis} in a pattern, or meshdist.P; meshdist.distributed.from_placements",
     "Placement": "meshdist.P; meshdist.distributed.to_placements and from_placements",
     "Replicate": "meshdist.P; meshdist.distributed.to_placements and from_placements",
     "Shard": "meshdist.P; meshdist.distributed.to_placements and from_placements",
     "algorithms": "Join, comm_hooks and PeriodicModelAverager of meshdist.distributed",
     "_make_nccl_premul_sum": "meshdist.ReduceOp.premul_sum(factor)",
-    "device_mesh": "from meshdist import DeviceMesh, init_device_mesh",
+    "device_mesh": "DeviceMesh and init_device_mesh of meshdist",
     "distribute_tensor": "meshdist.device_put",
-    "distributed_c10d": "the same names from meshdist.distributed; what begins with _ is torch's "
-    "alone",
+    "distributed_c10d": "the same names from meshdist.distributed; names that begin with _ exist "
+    "only in torch",
     "loss_parallel": "meshdist.tensor_parallel.cross_entropy",
-    "nn": "meshdist.lax, whose collectives have gradients, in place of nn.functional",
-    "parallelize_module": "meshdist.parallelize, by words",
+    "nn": "meshdist.lax, whose collectives have gradients, instead of nn.functional",
+    "parallelize_module": "meshdist.parallelize, with the names of styles",
     "rand": "meshdist.randn, or meshdist.make_array_from_callback",
     "run": "the command meshdist run, which takes torchrun's flags",
     "tensor": "meshdist.ShardedArray",
@@ -79,7 +79,7 @@ _INSTEAD = {
     "post_localSGD_hook powerSGD_hook quantization_perchannel_hook quantization_pertensor_hook "
     "register_ddp_comm_hook",
     "meshdist.shard_map": "pmap",
-    "torch.compile; collectives end its graphs": "jit pjit",
+    "torch.compile, which breaks the graph at each collective": "jit pjit",
     "torch.func.{}, or backward()": "grad value_and_grad vjp",
     "torch.func.{}": "jvp vmap",
     "meshdist.make_mesh; meshdist.Layout is a mesh without processes": "AbstractMesh Mesh",
@@ -87,12 +87,12 @@ _INSTEAD = {
     "meshdist.get_rank()": "process_index rank",
     "meshdist.distributed.get_node_local_rank()": "local_rank",
     "meshdist.init_process_group(), or the first collective or mesh": "init",
-    "meshdist.get_current_mesh(), which raises where none is in force": "find_current_mesh",
+    "meshdist.get_current_mesh(), which raises without a current mesh": "find_current_mesh",
     "meshdist.seed": "manual_seed",
     "meshdist.all_reduce": "allreduce",
     "meshdist.distributed.all_gather": "allgather",
     "meshdist.DDP": "DataParallel",
-    "the wrapper's own: with ddp_model.no_sync():": "no_sync",
+    "the method of the wrapper: with ddp_model.no_sync():": "no_sync",
     "meshdist.reshard": "with_sharding_constraint",
     "meshdist.checkpoint.{}": "load save",
     "meshdist.checkpoint.save_async": "async_save",
@@ -131,22 +131,23 @@ def where_else(name: str, module: str = _PACKAGE) -> str | None:
     Example:
         >>> print(where_else("fully_shard"))
         meshdist has no fully_shard
-          expected: torch's own, in a world of torch's, which meshdist's backends can serve
-          fix:      from torch.distributed.fsdp import fully_shard; the world: \
+          expected: the name in torch, on a torch process group with a backend of meshdist
+          fix:      from torch.distributed.fsdp import fully_shard, after \
 torch.distributed.init_process_group('shm')
     """
     if module == f"{_PACKAGE}.lax" and name in IN_LAX:
-        return explain(f"{module} has no {name}", fix=f"{module}.{IN_LAX[name]}")
+        return explain(f"{module} has no {name}", fix=f"use {module}.{IN_LAX[name]}")
     if name in PLACES:
-        return explain(f"{_PACKAGE} has no {name}", fix=PLACES[name].format(name))
+        return explain(f"{_PACKAGE} has no {name}", fix=f"use {PLACES[name].format(name)}")
     home = _HOMES.get(name)
     if home is None:
         return None
-    expected = "torch's own"
+    expected = "the name in torch"
     fix = f"from {'.'.join(filter(None, (_TORCH, home)))} import {_THERE.get(name, name)}"
     if (home or name).partition(".")[0] in _IN_A_WORLD:
-        expected += ", in a world of torch's, which meshdist's backends can serve"
-        fix += f"; the world: {_TORCH}.init_process_group('shm')"
+        expected += ", on a torch process group with a backend of meshdist"
+        fix += f", after {_TORCH}.init_process_group('shm')"
     if name in OURS:
-        expected, fix = f"ours, or {expected}", f"{OURS[name]}; or torch's: {fix}"
+        expected = f"the equivalent in meshdist, or {expected}"
+        fix = f"use {OURS[name]}; or use torch: {fix}"
     return explain(f"{_PACKAGE} has no {name}", expected=expected, fix=fix)

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from operator import index
 from typing import Any
 
+from .error_text import with_article
 from .errors import ArgumentError, KindError, ShapeError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -38,7 +39,7 @@ def mesh_kind_error(
     """Return the error for an object that is not a DeviceMesh of meshdist."""
     kind = type(given)
     if kind.__module__ != "torch.distributed.device_mesh":
-        return KindError(summary, expected=expected, found=f"a {kind.__name__}", fix=fix)
+        return KindError(summary, expected=expected, found=with_article(kind.__name__), fix=fix)
     return KindError(
         summary,
         expected=f"{expected} of meshdist",
@@ -57,12 +58,12 @@ def get_integer(
     """
     numbers = [given] if type(given) is int else find_integers([given])
     if numbers is None:
-        found = f"{given!r}, a {type(given).__name__}"
+        found = f"{given!r}, {with_article(type(given).__name__)}"
         raise KindError(f"{name} must be an integer", **{"found": found, **parts})
     (number,) = numbers
     if (least is not None and number < least) or (most is not None and number > most):
-        expected = f"{least} or more" if most is None else f"{least} to {most}"
-        raise ArgumentError(f"{name} is {number}", **{"expected": expected, **parts})
+        limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise ArgumentError(f"{name} is {number}", **{"expected": f"an integer {limits}", **parts})
     return number
 
 
@@ -73,7 +74,7 @@ def get_number(given: Any, name: str, **parts: str | None) -> float:
         parts: further fields of the error, such as ``expected``.
     """
     if isinstance(given, bool) or not isinstance(given, Real):
-        found = f"{given!r}, a {type(given).__name__}"
+        found = f"{given!r}, {with_article(type(given).__name__)}"
         raise KindError(f"{name} must be a number", **{"found": found, **parts})
     return int(given) if isinstance(given, Integral) else float(given)
 

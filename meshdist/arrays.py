@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.dlpack import from_dlpack
 
 from .dtypes import DTYPES, QUANTIZED, dtype_name
+from .error_text import with_article
 from .errors import ArgumentError, DtypeError, KindError
 
 Array: TypeAlias = Any
@@ -212,8 +213,8 @@ def _checked_tensor(x: torch.Tensor, argument: str, operation: str) -> torch.Ten
     if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
         shard = f"{argument}.to_local(), the shard on this rank"
         raise KindError(
-            f"{operation} cannot take a {type(x).__name__} as {argument}: it does not store its "
-            "values itself",
+            f"{operation} cannot take {with_article(type(x).__name__)} as {argument}: it does not "
+            "store its values itself",
             where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
             expected=_SERVED,
             fix=f"pass {shard if hasattr(x, 'to_local') else 'the plain tensor that it wraps'}",
@@ -256,8 +257,8 @@ def _from_numpy(x: Any, argument: str, operation: str, writable: bool) -> torch.
         array = x
     else:
         raise KindError(
-            f"{operation} cannot take a {type(x).__name__} as {argument}: only its plain values "
-            "would be sent",
+            f"{operation} cannot take {with_article(type(x).__name__)} as {argument}: only its "
+            "plain values would be sent",
             where=_where(x, argument, operation),
             expected=_SERVED,
             fix=f"pass numpy.asarray({argument}) to send only its values",
@@ -331,4 +332,6 @@ def _wrong_kind(x: Any, argument: str, operation: str) -> KindError:
         fix = f"pass {argument}.local, this rank's shard; or use md.reshard or {argument}.full()"
     elif hasattr(x, "__dlpack__"):
         fix = f"pass torch.from_dlpack({argument}), or a copy if its library forbids writing"
-    return KindError(f"{operation} cannot take a {name} as {argument}", expected=_SERVED, fix=fix)
+    return KindError(
+        f"{operation} cannot take {with_article(name)} as {argument}", expected=_SERVED, fix=fix
+    )

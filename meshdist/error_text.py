@@ -131,6 +131,16 @@ def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> s
     return separator.join(texts[:most]) + (more if len(texts) > most else "")
 
 
+def with_article(name: str) -> str:
+    """Return the ``name`` of a type after "a" or "an".
+
+    Example:
+        >>> with_article("int"), with_article("str")
+        ('an int', 'a str')
+    """
+    return f"an {name}" if name[0] in "AEIOaeio" or name == "ndarray" else f"a {name}"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return a short text for ranks in order, with ranges.
 

@@ -45,7 +45,7 @@ from .checking.call_sites import one_frame
 from .collectives.normalize_args import run_named
 from .collectives.torch_private import HiddenFromModes, call_function, outside_transforms
 from .dtypes import dtype_name
-from .error_text import grouped_text
+from .error_text import grouped_text, with_article
 from .errors import ArgumentError, DtypeError, KindError, ShapeError
 from .functional.data_movement import exchange_rows
 from .functional.linear_function import LinearFunction
@@ -193,7 +193,7 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
     if not isinstance(route, Route):
         raise KindError(
             "experts.combine: route must be the Route that experts.dispatch returned",
-            found=f"{route!r}, a {type(route).__name__}",
+            found=f"{route!r}, {with_article(type(route).__name__)}",
             fix="call rows, route = experts.dispatch(...), then experts.combine(rows, route)",
         )
     typed = find_typed_operation("experts.combine", route._axes)

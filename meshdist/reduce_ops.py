@@ -135,16 +135,16 @@ def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
 
     Example:
         >>> find_refusal(ReduceOp.AVG, torch.bool)
-        'AVG on numbers, which bool are not'
+        'a dtype of numbers for AVG'
     """
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
-        return None if is_whole else f"{op.name} on integers and bool"
+        return None if is_whole else f"an integer dtype or bool for {op.name}"
     if op in (ReduceOp.AVG, _PREMUL_SUM):
-        return f"{op.name} on numbers, which bool are not" if dtype is torch.bool else None
+        return f"a dtype of numbers for {op.name}" if dtype is torch.bool else None
     if op == ReduceOp.SUM or not dtype.is_complex:
         return None
-    return f"{op.name} on dtypes that are not complex"
+    return f"a dtype that is not complex for {op.name}"
 
 
 REDUCIBLE = frozenset(
@@ -163,7 +163,7 @@ def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:
 
     Example:
         >>> find_factor_refusal(0.5, torch.int32)
-        'PREMUL_SUM on integers with a whole factor, which 0.5 is not'
+        'an integer as factor of an integer tensor, not 0.5'
         >>> find_factor_refusal(2.0, torch.int32) is None
         True
     """
@@ -173,14 +173,14 @@ def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:
     is_tensor = isinstance(factor, torch.Tensor)
     shown = f"a tensor of {factor.dtype}" if is_tensor else f"{factor}"  # type: ignore[union-attr]
     if factor.dtype.is_complex if is_tensor else isinstance(factor, complex):  # type: ignore[union-attr]
-        return f"PREMUL_SUM by a complex factor on complex dtypes; it is {shown}"
+        return f"a complex dtype for the complex factor {shown}"
     if dtype.is_floating_point:
         return None
     if is_tensor:  # on its device: reading its value would wait
         is_whole = not factor.is_floating_point()  # type: ignore[union-attr]
     else:
         is_whole = isinstance(factor, int) or factor.is_integer()  # type: ignore[union-attr]
-    return None if is_whole else f"PREMUL_SUM on integers with a whole factor, which {shown} is not"
+    return None if is_whole else f"an integer as factor of an integer tensor, not {shown}"
 
 
 def multiply(tensor: torch.Tensor, factor: Factor) -> None:

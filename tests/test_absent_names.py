@@ -71,8 +71,8 @@ def test_what_people_type_is_never_a_bare_attribute_error(listener: ModuleType, 
             (AttributeError, ImportError), match=r"meshdist\S* has no [\s\S]*fix: "
         ) as e:
             read()
-    line = str(e.value).partition("fix:")[2].partition("; the world:")[0].strip()
-    statement = line.rpartition("; or torch's: ")[2]
+    line = str(e.value).partition("fix:")[2].partition(", after torch.")[0].strip()
+    statement = line.rpartition("; or use torch: ")[2]
     if statement.startswith("from torch"):
         exec(statement)
 
@@ -86,7 +86,7 @@ def test_what_people_type_is_never_a_bare_attribute_error(listener: ModuleType, 
     ],
 )
 def test_a_collective_that_lax_has_under_jaxs_name_is_told_by_it(name: str, fix: str) -> None:
-    told = f"meshdist.lax has no {name}\n  fix:      {fix}"
+    told = f"meshdist.lax has no {name}\n  fix:      use {fix}"
     with pytest.raises(AttributeError) as caught:
         getattr(lax, name)
     assert str(caught.value) == told
@@ -119,7 +119,7 @@ def test_the_ours_that_are_named_exist() -> None:
         (
             "from meshdist import fully_shard",
             "ImportError: meshdist has no fully_shard",
-            "from torch.distributed.fsdp import fully_shard; the world: "
+            "from torch.distributed.fsdp import fully_shard, after "
             "torch.distributed.init_process_group('shm')",
         ),
         (
@@ -130,7 +130,7 @@ def test_the_ours_that_are_named_exist() -> None:
         (
             "from meshdist.device_mesh import init_device_mesh",
             "ImportError: meshdist has no device_mesh",
-            "from meshdist import DeviceMesh, init_device_mesh; or torch's: ",
+            "use DeviceMesh and init_device_mesh of meshdist; or use torch: ",
         ),
         (
             "import meshdist.optim",
@@ -150,7 +150,7 @@ def test_the_ours_that_are_named_exist() -> None:
         (
             "from meshdist import FSDP",
             "ImportError: meshdist has no FSDP",
-            "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP; the world: ",
+            "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, after ",
         ),
         (
             "from meshdist import pmap",
@@ -160,17 +160,17 @@ def test_the_ours_that_are_named_exist() -> None:
         (
             "import meshdist; meshdist.local_rank",
             "AttributeError: meshdist has no local_rank",
-            "fix:      meshdist.distributed.get_node_local_rank()",
+            "fix:      use meshdist.distributed.get_node_local_rank()",
         ),
         (
             "from meshdist.distributed import FSDP",
             "ImportError: meshdist has no FSDP",
-            "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP; the world: ",
+            "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, after ",
         ),
         (
             "from meshdist.distributed.device_mesh import init_device_mesh",
             "ImportError: meshdist has no device_mesh",
-            "from meshdist import DeviceMesh, init_device_mesh; or torch's: ",
+            "use DeviceMesh and init_device_mesh of meshdist; or use torch: ",
         ),
         (
             "import meshdist.distributed as dist; dist.ZeroRedundancyOptimizer",
@@ -185,12 +185,12 @@ def test_the_ours_that_are_named_exist() -> None:
         (
             "import meshdist; meshdist.find_current_mesh",
             "AttributeError: meshdist has no find_current_mesh",
-            "fix:      meshdist.get_current_mesh(), which raises where none is in force",
+            "fix:      use meshdist.get_current_mesh(), which raises without a current mesh",
         ),
         (
             "from meshdist import ProcessGroupGloo",
             "ImportError: meshdist has no ProcessGroupGloo",
-            "expected: torch's own\n",
+            "expected: the name in torch\n",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from ..bootstrap.world import find_world
+from ..error_text import with_article
 from ..errors import DtypeError, KindError, MeshError, ShapeError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -77,7 +78,7 @@ def checked_spec(
         raise KindError(
             f"{call} takes a spec or a pattern",
             expected="a PartitionSpec, a NamedSharding, or a pattern",
-            found=f"{given!r}, a {type(given).__name__}",
+            found=f"{given!r}, {with_article(type(given).__name__)}",
             fix='pass for example P("dp", None) or "b@dp d"',
         )
     if len(spec) > tensor.ndim:

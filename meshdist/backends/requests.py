@@ -92,7 +92,9 @@ def is_timeout(text: str) -> bool:
 def failure_of(error: RuntimeError) -> BackendFailure:
     """Convert a torch error to a BackendTimeout or BackendFailure."""
     text = plain_text(error)
-    return BackendTimeout(text) if is_timeout(text) else BackendFailure(text)
+    failure = BackendTimeout(text) if is_timeout(text) else BackendFailure(text)
+    failure.fix = getattr(error, "fix", None) or ""
+    return failure
 
 
 class BackendUnsupported(BackendFailure):

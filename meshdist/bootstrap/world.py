@@ -293,7 +293,8 @@ def _no_world() -> NotInitializedError:
             "a launcher, whose processes initialize at their first collective or mesh; or "
             + expected
         )
-        command, fix = ways_to_start()[0], "call it under meshdist.simulate(fn, 4)"
+        command = ways_to_start()[0]
+        fix = "call it under meshdist.simulate(fn, 4), on the thread of a rank"
         if command.startswith("meshdist run"):
             fix = f"start the program with `{command}`, or {fix}"
     return NotInitializedError(

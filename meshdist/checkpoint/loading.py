@@ -20,7 +20,7 @@ import torch
 from ..backends.operation_args import flat
 from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import hidden_from_modes
-from ..error_text import first_line, first_texts
+from ..error_text import first_line, first_texts, with_article
 from ..errors import ArgumentError, CheckpointError, DtypeError, KindError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P
@@ -376,7 +376,7 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
         raise KindError(
             f"{call}: only= must be a name pattern",
             expected='a name pattern, such as "model.*", or a list of patterns',
-            found=f"{only!r}, a {type(only).__name__}",
+            found=f"{only!r}, {with_article(type(only).__name__)}",
             fix='pass for example only="model.*"',
         )
     names, meant = [*tree.arrays, *tree.leaves], set[str]()
@@ -417,7 +417,7 @@ def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[s
             raise CheckpointError(
                 f"{call}: the value of {name} does not fit the state's type",
                 where=folder,
-                expected=f"a {type(leaf.value).__name__}, as in the state",
+                expected=f"{with_article(type(leaf.value).__name__)}, as in the state",
                 found=f"{value!r}, in the checkpoint",
                 fix=f"use a Python number for {name}",
             ) from error
@@ -449,7 +449,8 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
             prefix = lacking[0].partition(".")[0]
             bare = [name.removeprefix(f"{prefix}.") for name in lacking]
             raise CheckpointError(
-                f"{call}: the checkpoint lacks {len(lacking)} names of the state",
+                f"{call}: the checkpoint lacks {len(lacking)} "
+                f"name{'s' * (len(lacking) != 1)} of the state",
                 where=folder,
                 expected=first_texts(lacking, ", "),
                 found=f"{near[0]!r}, the name most similar to {lacking[0]!r}"

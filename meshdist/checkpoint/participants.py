@@ -12,7 +12,7 @@ from .. import errors
 from ..bootstrap.world import World, find_unjoined_place, find_world
 from ..collectives.objects import broadcast_object_list, gather_from_all
 from ..collectives.value_comparison import agree
-from ..error_text import fields_among, first_line, ranks_text
+from ..error_text import fields_among, first_line, ranks_text, with_article
 from ..errors import CheckpointError, KindError, MeshdistError, MismatchError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -33,7 +33,7 @@ class Members:
             raise KindError(
                 f"{call}: mesh= must be a DeviceMesh",
                 expected="a DeviceMesh, or None",
-                found=f"{mesh!r}, a {type(mesh).__name__}",
+                found=f"{mesh!r}, {with_article(type(mesh).__name__)}",
                 fix="pass mesh=mesh, or leave it out to use the current mesh",
             )
         if mesh is not None:

@@ -132,7 +132,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"the checkpoint has no array {name!r}",
                 where=self._path,
-                expected=f"one of the names of the {len(self.names)} arrays",
+                expected=f"one of checkpoint.names ({len(self.names)} in all)",
                 found="a leaf of this name" if name in self._manifest.leaves else None,
                 fix=f"read checkpoint.leaves[{name!r}]"
                 if name in self._manifest.leaves

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..collectives.torch_private import hidden_from_modes
+from ..error_text import with_article
 from ..errors import KindError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -186,7 +187,7 @@ def checked_path(call: str, path: Any) -> str:
         raise KindError(
             f"{call} requires the path of a folder",
             expected="a non-empty str or a pathlib.Path",
-            found=f"{path!r}, a {type(path).__name__}",
+            found=f"{path!r}, {with_article(type(path).__name__)}",
             fix="pass for example path='checkpoints/step-10'",
         )
     return os.path.abspath(os.fspath(path))

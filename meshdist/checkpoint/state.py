@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ..annotations.tensor_specs import find_spec, mark_spec
 from ..checking.call_sites import warn_caller
+from ..error_text import with_article
 from ..errors import KindError
 from ..mesh.device_mesh import DeviceMesh
 from ..typed_mode.module_annotations import restore_annotations
@@ -74,7 +75,7 @@ class State:
             if not isinstance(each, nn.Module) and model is not None:
                 raise KindError(
                     "State requires a module, or a dict of modules, as model=",
-                    found=f"a {type(each).__name__}",
+                    found=with_article(type(each).__name__),
                     fix="pass the module, not its state_dict()",
                 )
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -99,7 +100,7 @@ class State:
             if not isinstance(each, torch.optim.Optimizer):
                 raise KindError(
                     "State requires a torch optimizer, or a list of them, as optimizer=",
-                    found=f"a {type(each).__name__}",
+                    found=with_article(type(each).__name__),
                     fix="pass other objects with a state_dict() as a separate keyword",
                 )
 

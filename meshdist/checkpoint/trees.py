@@ -22,6 +22,7 @@ from ..annotations.tensor_specs import find_spec
 from ..arrays import as_tensor, is_of
 from ..collectives.objects import gather_from_all
 from ..dtypes import dtype_name
+from ..error_text import with_article
 from ..errors import (
     ArgumentError,
     AxisTypeError,
@@ -435,7 +436,7 @@ def _wrong(call: str, path: Sequence[str], what: str, expected: str, given: Any)
         f"{call} does not support {what} of the state",
         where=".".join(path),
         expected=expected,
-        found=f"{str(given)[:80]!r}, a {type(given).__name__}",
+        found=f"{str(given)[:80]!r}, {with_article(type(given).__name__)}",
         fix="save arrays in dicts, and everything else as numbers and strings: nothing is pickled",
     )
 
@@ -450,6 +451,6 @@ def _no_state(given: Any, path: Sequence[str], call: str) -> KindError:
     return KindError(
         f"{call} requires a dict of arrays and JSON values, or a State",
         where=".".join(path) or None,
-        found=f"a {type(given).__name__}",
+        found=with_article(type(given).__name__),
         fix=fix,
     )

@@ -11,7 +11,7 @@ from ..arguments import get_integer
 from ..arrays import as_tensor, describe, shape_text
 from ..backends.operation_args import find_layout
 from ..dtypes import dtype_name
-from ..error_text import ranks_text
+from ..error_text import ranks_text, with_article
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import (
@@ -48,8 +48,8 @@ def check_reducible(
             f"{operation} cannot reduce {dtype_name(dtype)} with {name}",
             where=f"argument of shape {shape_text(tensor.shape)}",
             expected=refusal,
-            fix="use SUM and divide, or convert the tensor"
-            if op == ReduceOp.AVG
+            fix="convert the tensor, for example to torch.int32"
+            if dtype is torch.bool
             else "use another reduction, or convert the tensor",
         )
 
@@ -178,7 +178,7 @@ def check_flag(async_op: object, operation: str) -> None:
     if not hasattr(type(async_op), "__bool__"):
         raise KindError(
             f"{operation}: async_op must be True or False",
-            found=f"{async_op!r}, a {type(async_op).__name__}",
+            found=f"{async_op!r}, {with_article(type(async_op).__name__)}",
             fix="pass async_op=True for a Work, or omit it",
         )
 

@@ -13,7 +13,7 @@ from ..arrays import shape_text
 from ..backends.operation_args import OperationArgs, Sizes, Tensors, Written
 from ..backends.work import Work
 from ..dtypes import QUANTIZED, dtype_name
-from ..error_text import ranks_text
+from ..error_text import ranks_text, with_article
 from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..operation_table import OPERATIONS
@@ -286,7 +286,7 @@ class Collective(OperationCall):
                 f"{self.operation}: {argument} is given on a rank that is not the {role}",
                 where=self.here,
                 expected=f"None or [] on all ranks except rank {root}, the {role}",
-                found=f"a {type(given).__name__}",
+                found=with_article(type(given).__name__),
                 fix=f"pass {argument} only on the {role}",
             )
         each = ", one entry per rank" if length == len(self.group.ranks) else ""

@@ -199,7 +199,7 @@ def _exchanged_parts(
     me = call.group.rank()
     if taken[me] != sent[me]:
         raise ShapeError(
-            f"{call.operation}: this rank sends itself another number of elements than it receives",
+            f"{call.operation}: this rank sends itself more or fewer elements than it receives",
             where=call.here,
             found=f"{sent[me]} elements sent, {taken[me]} received",
             fix=f"make entry {me} of both split sizes equal",

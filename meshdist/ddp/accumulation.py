@@ -19,6 +19,7 @@ from ..annotations.axis_types import (
 from ..collectives.flat_sums import assign_buckets, items_of, reduce_together, sparse_psum
 from ..collectives.tensor_collectives import all_reduce
 from ..collectives.torch_private import hidden_from_modes
+from ..error_text import with_article
 from ..errors import ArgumentError, AxisTypeError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..lax.axes import AxisName, get_axes
@@ -117,7 +118,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
             raise KindError(
                 "accumulate_gradients requires parameters",
                 expected="tensors, such as those of model.parameters()",
-                found=f"a {type(leaf).__name__}" + (" among them" if has_several else ""),
+                found=with_article(type(leaf).__name__) + (" among them" if has_several else ""),
                 fix="pass model.parameters()",
             )
         if not leaf.is_leaf:
@@ -130,7 +131,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
     if not leaves:
         raise ArgumentError(
             "accumulate_gradients has no parameter that requires a gradient",
-            found=f"{len(found)} tensors that require none",
+            found=f"{len(found)} tensor{'s' * (len(found) != 1)} without requires_grad",
             fix="call requires_grad_() on the parameters to train, and pass them",
         )
     return leaves

@@ -137,8 +137,8 @@ def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTy
         where=where,
         expected=f"a tensor that is equal on all ranks along {axis!r}",
         found=f"{name}: {tensor_text(tensor)}",
-        fix=f"pass {OWNER} only the axes along which the model is replicated, such as "
-        "device_mesh=mesh['dp']; or exclude the tensor and average it yourself: "
+        fix=f"pass as device_mesh= only axes along which the model is replicated, without "
+        f"{axis!r}; or exclude the tensor and average it yourself: "
         f"md.DDP._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])",
     )
 

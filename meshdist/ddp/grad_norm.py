@@ -42,7 +42,7 @@ from ..arguments import get_number, mesh_kind_error
 from ..checking.call_sites import warn_caller
 from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import has_foreach_support, hidden_from_modes
-from ..error_text import ranks_text
+from ..error_text import ranks_text, with_article
 from ..errors import ArgumentError, AxisTypeError, GradientError, KindError, MeshError
 from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -194,7 +194,7 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
     if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
         raise KindError(
             "clip_grad_norm_ requires an iterable of parameters",
-            found=f"a {type(parameters).__name__}",
+            found=with_article(type(parameters).__name__),
             fix="pass module.parameters()",
         )
     given = list(parameters)
@@ -203,7 +203,7 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
             raise KindError(
                 "clip_grad_norm_ requires parameters",
                 expected="tensors in the iterable",
-                found=f"entry {index} is a {type(parameter).__name__}",
+                found=f"entry {index} is {with_article(type(parameter).__name__)}",
                 fix="pass module.parameters(), without names",
             )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -225,7 +225,7 @@ def _checked_numbers(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     if not limit >= 0:
         raise ArgumentError(
             "clip_grad_norm_: max_norm must not be negative",
-            expected="a number from 0",
+            expected="a number of 0 or more",
             found=f"{limit}",
             fix="pass for example max_norm=1.0",
         )

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..arguments import get_integer
 from ..bootstrap.world import Closable, find_world
 from ..dtypes import dtype_name
+from ..error_text import with_article
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..mesh.device_mesh import DeviceMesh
@@ -209,7 +210,8 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
         if is_traceable_wrapper_subclass(parameter):
             is_dtensor = type(parameter).__name__ == "DTensor"
             raise KindError(
-                f"cannot wrap a module whose parameter {name} is a {type(parameter).__name__}",
+                f"cannot wrap a module whose parameter {name} is "
+                f"{with_article(type(parameter).__name__)}",
                 expected="plain tensors as parameters, such as each rank's local shard",
                 fix="use torch's fully_shard(module, mesh=mesh.to_torch()['dp']), or replicate, "
                 "instead of DDP"

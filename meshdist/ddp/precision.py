@@ -68,7 +68,7 @@ def check_precision(config: object) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise KindError(
                 f"mixed_precision is {config!r}",
-                expected=f"{name} to be a floating-point dtype, or None",
+                expected=f"a MixedPrecision with a floating-point dtype, or None, as {name}",
                 fix="pass for example md.distributed.MixedPrecision(param_dtype=torch.bfloat16)",
             )
 

@@ -19,6 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..bootstrap.world import find_unjoined_place, find_world
 from ..collectives.tensor_collectives import all_reduce
+from ..error_text import with_article
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
@@ -154,7 +155,8 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not isinstance(module, nn.Module):
             raise KindError(
-                f"convert_sync_batchnorm() requires a module, not a {type(module).__name__}",
+                "convert_sync_batchnorm() requires a module, not "
+                f"{with_article(type(module).__name__)}",
                 expected="a torch.nn.Module",
                 fix="pass the model, and use the returned module: "
                 "net = SyncBatchNorm.convert_sync_batchnorm(net)",

@@ -27,7 +27,7 @@ from ..collectives import list_collectives
 from ..collectives.normalize_args import lax_name, run_named
 from ..collectives.tensor_collectives import all_gather_into_tensor
 from ..collectives.torch_private import call_function, outside_transforms
-from ..error_text import ranks_text
+from ..error_text import ranks_text, with_article
 from ..errors import ArgumentError, DtypeError, KindError, ShapeError
 from ..groups.process_group import ProcessGroup
 from ..runtime.memory import new_like
@@ -315,7 +315,7 @@ def _integers(
     if numbers is None:
         raise KindError(
             f"{operation}: {argument} must be {takes} of integers",
-            found=f"{given!r}, a {type(given).__name__}",
+            found=f"{given!r}, {with_article(type(given).__name__)}",
             fix=f"pass {takes} of integers",
         )
     return numbers
@@ -329,7 +329,7 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
         if not is_list or not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise KindError(
                 "ppermute: perm must be a list of pairs (source, destination)",
-                found=f"{perm!r}, a {type(perm).__name__}",
+                found=f"{perm!r}, {with_article(type(perm).__name__)}",
                 fix="pass for example [(0, 1), (1, 0)]; for a permutation of all ranks, call "
                 "pshuffle(x, axis, [1, 0])",
             )

@@ -75,8 +75,13 @@ def cut(
         if others:
             fits = f"pass {argument}={others[0]}"
             fix = f"{fix}, or {fits}" if fix else fits
+        elif operation == "pswapaxes":  # has no tiled=
+            fix = f"pass an array of size {size} in dimension {dim}"
         elif not tiled and length % size == 0:
             fix = "pass tiled=True to split it into equal blocks"
+        elif not tiled:
+            padded = -(-length // size) * size
+            fix = f"pad dimension {dim} to {padded} and pass tiled=True to split it into blocks"
         raise ShapeError(
             f"{operation} cannot split dimension {dim} of size {length} into {size} "
             + ("equal blocks" if tiled else "blocks of one index each"),

@@ -255,7 +255,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     if global_rank not in target.ranks:
         raise NotInGroupError(
             f"global rank {global_rank} is not in {target.name}",
-            expected=f"one of {ranks_text(target.ranks)}",
+            expected=f"a rank of the group: {ranks_text(target.ranks)}",
             fix="pass the global rank of a member of the group",
         )
     return target.ranks.index(global_rank)
@@ -342,6 +342,7 @@ def _checked_ranks(
         raise KindError(
             f"ranks must be a sequence of integers, not {ranks!r}",
             found=type(ranks).__name__,
+            fix="pass for example [0, 1], or None for all ranks",
         )
     wrong = [rank for rank in members if not 0 <= rank < world.size]
     if not members or wrong or len(set(members)) != len(members):
@@ -353,5 +354,6 @@ def _checked_ranks(
             where=f"rank {world.rank} of {world.size}",
             expected=f"different ranks from 0 to {world.size - 1}",
             found=str(members),
+            fix="pass each global rank of the group once, or None for all ranks",
         )
     return tuple(sorted(members) if sort_ranks else members)

@@ -166,11 +166,13 @@ class ProcessGroup(GroupMethods):
         """Return the backend for tensors of ``device_type``."""
         name = self.backends.get(device_type)
         if name is None:
-            served = ", ".join(f"{device}:{backend}" for device, backend in self.backends.items())
+            served = ",".join(f"{device}:{backend}" for device, backend in self.backends.items())
             raise BackendError(
                 f"{self.name} has no backend for {device_type} tensors",
-                expected=f"tensors of one of its device types: {served}",
-                fix="name one when you initialize, for example "
+                expected=f"a tensor of one of its device types: {served}",
+                fix="pass a tensor with values, for example torch.empty_like(x, device='cpu')"
+                if device_type == "meta"
+                else "name one when you initialize, for example "
                 f"backend='{served},{device_type}:gloo'",
             )
         return name

@@ -96,7 +96,7 @@ class _Ahead:
             where=f"rank {group.world.rank}, {group.name}",
             expected="loaders that end or yield a batch on every rank",
             found=grouped_text(pair for pair in zip(group.ranks, texts, strict=True) if pair[1]),
-            fix=f"read the traceback of {ranks_text(failed)}",
+            fix=f"resolve the error in the traceback of {ranks_text(failed)}",
         )
 
 

@@ -13,6 +13,7 @@ from ..checking.call_sites import call_site, one_frame, show_site
 from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import are_transforms_active, hidden_from_modes
 from ..collectives.value_comparison import agree
+from ..error_text import with_article
 from ..errors import ArgumentError, KindError, UnequalError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
@@ -80,7 +81,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
     if isinstance(tree, torch.optim.Optimizer):
         raise KindError(
             "assert_equal cannot compare an optimizer",
-            found=f"a {type(tree).__name__}",
+            found=with_article(type(tree).__name__),
             fix="pass optimizer.state_dict()",
         )
     if isinstance(tree, torch.nn.Module):

@@ -547,7 +547,7 @@ class Layout:
                 where=self._text,
                 expected=f"sizes whose product is {whole}",
                 found=f"{' x '.join(map(str, checked))} = {math.prod(checked)}",
-                fix="pass -1 as one of the sizes",
+                fix="correct the sizes, or pass -1 as one of them",
             )
         if isinstance(names, str):
             names = (names,)

@@ -72,8 +72,9 @@ def checked_names(
         raise AxisError(
             "the number of axis names does not match the number of axes",
             where=where,
-            expected=f"{ndim} names for {ndim} axes",
-            found=f"{len(names)} names: {names}",
+            expected=f"one name per axis, {ndim} in all",
+            found=f"names {names}",
+            fix="pass as many names as axes",
         )
     return names
 

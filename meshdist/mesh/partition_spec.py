@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, overload
 
-from ..error_text import explain
+from ..error_text import explain, with_article
 from ..errors import AxisError, KindError
 
 __all__ = ["P", "PartitionSpec"]
@@ -237,8 +237,8 @@ def _entry(value: Any) -> Entry:
 def _what_it_is(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         wrong = next(part for part in value if not isinstance(part, str))
-        return f"{wrong!r} inside it, a {type(wrong).__name__}"
-    return f"a {type(value).__name__}"
+        return f"{wrong!r} inside it, {with_article(type(wrong).__name__)}"
+    return with_article(type(value).__name__)
 
 
 def _names(value: Any, what: str) -> frozenset[str]:
@@ -250,7 +250,7 @@ def _names(value: Any, what: str) -> frozenset[str]:
             fix = f"write {what}={{{', '.join(map(repr, value))}}}"
         raise KindError(
             f"PartitionSpec takes a set of axis names as {what}",
-            found=f"{value!r}, a {type(value).__name__}",
+            found=f"{value!r}, {with_article(type(value).__name__)}",
             fix=fix,
         )
     return frozenset(value)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NoReturn
 
+from ..error_text import with_article
 from ..errors import KindError, PatternError
 from .partition_spec import PartitionSpec
 
@@ -167,7 +168,7 @@ def parse(text: str) -> Pattern:
         raise KindError(
             "a pattern must be a string",
             expected='such as "b@dp s d@tp"',
-            found=f"{text!r}, a {type(text).__name__}",
+            found=f"{text!r}, {with_article(type(text).__name__)}",
             fix="pass a sharding that has the spec: sharding = "
             f"md.NamedSharding(mesh, {text!r}); then call md.shard(x, sharding), "
             "md.unshard(x, sharding) or md.reshard(x, sharding, other_sharding)"

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from ..arguments import get_integer
-from ..error_text import first_texts
+from ..error_text import first_texts, with_article
 from ..errors import KindError, PatternError, ShapeError
 from .layout import Layout
 from .layout_arguments import no_axis
@@ -409,7 +409,7 @@ def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
         raise KindError(
             "sizes must be a dict of sizes by dim name",
             where=f"pattern {pattern.text!r}",
-            found=f"{sizes!r}, a {type(sizes).__name__}",
+            found=f"{sizes!r}, {with_article(type(sizes).__name__)}",
             fix="pass for example sizes={'d': 8}",
         )
     for name, size in sizes.items():

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from ..arguments import find_integers, get_integer, get_shape
-from ..error_text import explain
+from ..error_text import explain, with_article
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout, get_layout
 from .partition_spec import Entry, PartitionSpec, axes_of, fix_of_entries
@@ -67,7 +67,7 @@ class NamedSharding:
             is_entries = isinstance(spec, (tuple, list))
             raise KindError(
                 "NamedSharding takes a PartitionSpec",
-                found=f"{spec!r}, a {type(spec).__name__}",
+                found=f"{spec!r}, {with_article(type(spec).__name__)}",
                 fix=f"write P({', '.join(map(repr, spec))})" if is_entries else None,
             )
         dims = _indices_of_dims(layout, spec)
@@ -292,7 +292,7 @@ class NamedSharding:
             raise KindError(
                 "is_equivalent_to takes a NamedSharding",
                 where=repr(self),
-                found=f"a {type(other).__name__}",
+                found=with_article(type(other).__name__),
                 fix="NamedSharding(mesh, spec)",
             )
         ndim = get_integer(ndim, "is_equivalent_to: ndim", 0)

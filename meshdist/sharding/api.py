@@ -20,7 +20,7 @@ from ..arrays import Array, as_tensor, like
 from ..checking.call_sites import one_frame
 from ..collectives.objects import broadcast_object_list
 from ..collectives.torch_private import HiddenFromModes
-from ..error_text import ranks_text
+from ..error_text import ranks_text, with_article
 from ..errors import (
     ArgumentError,
     AxisError,
@@ -379,7 +379,7 @@ def _check_target(target: object, sizes: Mapping[str, int]) -> None:
         raise KindError(
             "reshard from a NamedSharding needs a target NamedSharding",
             expected="reshard(x, source, target)",
-            found=f"a {type(target).__name__} as target",
+            found=f"{with_article(type(target).__name__)} as target",
         )
     if sizes:
         raise ArgumentError(

@@ -16,6 +16,7 @@ from ..arguments import get_integer, get_shape
 from ..arrays import Array, as_tensor, like as as_array_of, shape_text
 from ..collectives.value_comparison import agree
 from ..dtypes import dtype_name
+from ..error_text import with_article
 from ..errors import (
     ArgumentError,
     DtypeError,
@@ -306,7 +307,9 @@ def make_array_from_callback(
     call = "make_array_from_callback"
     where, shape = _checked(call, shape, sharding)
     if not callable(data_callback):
-        raise KindError(f"{call} takes a function", found=f"a {type(data_callback).__name__}")
+        raise KindError(
+            f"{call} takes a function", found=with_article(type(data_callback).__name__)
+        )
     box = where.box(where.mesh.get_rank(), shape)
     data = data_callback(index_of(box))
     data = data if hasattr(data, "shape") else np.asarray(data)
@@ -431,7 +434,8 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):
         raise KindError(
-            f"randn cannot draw shards of {making.library} from a {type(generator).__name__}",
+            f"randn cannot draw shards of {making.library} from "
+            f"{with_article(type(generator).__name__)}",
             expected="the library's own" if expected is None else f"a {expected.__qualname__}",
         )
     if making.library == "torch":

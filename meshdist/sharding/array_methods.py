@@ -17,6 +17,7 @@ import torch
 from ..arguments import find_integers
 from ..arrays import Array
 from ..dtypes import dtype_name
+from ..error_text import with_article
 from ..errors import ArgumentError, DtypeError, KindError, LengthError
 from ..mesh.placement import Box, DimSplit
 from ..mesh.spec import NamedSharding, sharding_of
@@ -117,7 +118,7 @@ def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
 
 def _foreign_part(part: Any) -> KindError:
     return KindError(
-        f"a sharded array cannot be indexed with a {type(part).__name__}",
+        f"a sharded array cannot be indexed with {with_article(type(part).__name__)}",
         expected="slices, integers, `...` and None",
         fix="index this rank's shard, x.local[...], or the global array, x.full()[...]",
     )

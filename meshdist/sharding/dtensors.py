@@ -24,7 +24,7 @@ from ..arguments import get_shape
 from ..arrays import as_tensor
 from ..checking.call_sites import program_frame, warn_caller
 from ..dtypes import dtype_name
-from ..error_text import explain
+from ..error_text import explain, with_article
 from ..errors import (
     ArgumentError,
     AxisError,
@@ -66,7 +66,7 @@ def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
     if not isinstance(sharding, NamedSharding):
         raise KindError(
             "to_placements takes a NamedSharding",
-            found=f"a {type(sharding).__name__}",
+            found=with_article(type(sharding).__name__),
             fix="pass a NamedSharding(mesh, spec)",
         )
     layout = sharding.layout
@@ -117,7 +117,7 @@ def from_placements(
         raise KindError(
             "from_placements takes a placement for each axis of the mesh",
             expected="a list or tuple of torch's placements",
-            found=f"{placements!r}, a {type(placements).__name__}",
+            found=f"{placements!r}, {with_article(type(placements).__name__)}",
             fix="pass for example [Shard(0), Replicate()]",
         )
     where = f"placements {list(placements)!r} of shape {shape} on mesh ({layout.axis_text()})"
@@ -142,7 +142,7 @@ def from_placements(
                 f"{placement!r} is not a supported placement",
                 where=where,
                 expected="Shard, Replicate or Partial",
-                found=f"a {type(placement).__name__}",
+                found=with_article(type(placement).__name__),
                 fix="redistribute the DTensor to one of them first",
             )
     orders = [_axis_order(layout, dim, size, where) for dim, size in zip(cuts, shape, strict=True)]
@@ -280,7 +280,7 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
         ShapeError: the local size differs from torch's rule, or as ``from_placements``.
     """
     if not isinstance(x, DTensor):
-        raise KindError("from_dtensor takes a DTensor", found=f"a {type(x).__name__}")
+        raise KindError("from_dtensor takes a DTensor", found=with_article(type(x).__name__))
     if mesh is None:
         mesh = find_current_mesh()
         if mesh is None or not _is_same_mesh(mesh, x.device_mesh):
@@ -328,7 +328,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
         GradientError: torch 2.11 would sum the gradient of reduced axes.
     """
     if not isinstance(x, ShardedArray):
-        raise KindError("to_dtensor takes a ShardedArray", found=f"a {type(x).__name__}")
+        raise KindError("to_dtensor takes a ShardedArray", found=with_article(type(x).__name__))
     mesh: DeviceMesh = x.mesh
     if device_mesh is None:
         device_mesh = mesh.caches.of(TorchMesh, make=mesh.to_torch)

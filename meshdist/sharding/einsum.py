@@ -29,6 +29,7 @@ from ..arrays import describe
 from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..dtypes import dtype_name
+from ..error_text import with_article
 from ..errors import AxisError, DtypeError, KindError, MeshdistError, PatternError, ShapeError
 from ..functional.equality_checks import check_replicas
 from ..mesh.current_mesh import find_current_mesh, get_mesh, with_hidden_mesh
@@ -289,7 +290,7 @@ def _check_operands(text: str, operands: Sequence[Any]) -> None:
                 f"einsum: operand {number} is not a tensor",
                 where=f"einsum {text!r}",
                 expected="this rank's shard, a torch.Tensor",
-                found=f"a {type(x).__name__}",
+                found=with_article(type(x).__name__),
                 fix=_fix_of_kind(x),
             )
     if len(pattern.operands) != len(operands):

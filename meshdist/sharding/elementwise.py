@@ -270,7 +270,7 @@ class ElementwiseArray:
         if not is_call or ufunc.signature is not None:
             raise _not_elementwise(f"numpy.{name}" if is_call else f"numpy.{name}.{method}")
         if kwargs.get("out") is not None or kwargs.get("where", True) is not True:
-            raise _not_functional(f"numpy.{name}", "out= or where=")
+            raise _not_functional(f"numpy.{name}", "a call with out= or where=")
         function, linear_as = ufunc, "conj" if name == "conjugate" else name
         if _library(self.local) == "torch":
             inputs = tuple(x.item() if isinstance(x, np.generic) else x for x in inputs)
@@ -304,7 +304,7 @@ class ElementwiseArray:
         if name in ("matmul", "mm", "bmm", "mv", "dot", "rmatmul"):
             raise matmul_rejected(call, *args, *kwargs.values())
         if operation.writes or kwargs.get("out") is not None:
-            raise _not_functional(call, "writing in place, or out=")
+            raise _not_functional(call, "writing in place or with out=")
         is_search = operation.kind is Kind.ROWS and shape_depends_on_values(operation, args, kwargs)
         if is_search or not _is_elementwise(operation):
             raise _not_elementwise(call)
@@ -369,7 +369,7 @@ def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool
     """Raise if ``x`` is an array, needs a gradient, or is a number added to partial sums."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
-    where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(
+    where = f"{mesh_text(beside.sharding.mesh)}; the other operand is " + array_type(
         beside.local.dtype, beside.shape, beside.sharding
     )
     if isinstance(x, (list, tuple)) or shape:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arguments import get_integer, get_shape
+from ..error_text import with_article
 from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -228,7 +229,7 @@ def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedS
         "a plan needs a destination" if is_missing else f"{name} is not a spec",
         where=f"md.plan, argument {name}",
         expected="a NamedSharding or a PartitionSpec",
-        found=f"{given!r}, a {type(given).__name__}",
+        found=f"{given!r}, {with_article(type(given).__name__)}",
         fix='pass a pattern as the only positional argument: plan("b@dp s -> b s@dp", mesh=mesh)',
     )
 

@@ -18,7 +18,7 @@ from ..annotations.tensor_specs import checked_spec
 from ..arrays import as_tensor, describe, shape_text
 from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import HiddenFromModes
-from ..error_text import first_texts, grouped_text
+from ..error_text import first_texts, grouped_text, with_article
 from ..errors import (
     ArgumentError,
     AxisError,
@@ -357,4 +357,4 @@ def value_text(value: Any) -> str:
         return f"ShardedArray of shape {shape_text(value.shape)}"
     if isinstance(value, torch.Tensor):
         return tensor_text(value)
-    return describe(value) if hasattr(value, "dtype") else f"a {type(value).__name__}"
+    return describe(value) if hasattr(value, "dtype") else with_article(type(value).__name__)

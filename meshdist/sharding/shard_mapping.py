@@ -44,6 +44,7 @@ from ..annotations.tensor_specs import mark_spec
 from ..arrays import as_tensor
 from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
+from ..error_text import with_article
 from ..errors import KindError, LengthError, MeshdistError, MeshError, UnequalError
 from ..functional.equality_checks import check_replicas, is_compared
 from ..mesh.current_mesh import get_mesh
@@ -152,7 +153,7 @@ def shard_map(
     if not callable(f):
         raise KindError(
             "shard_map takes a function",
-            found=f"{f!r}, a {type(f).__name__}",
+            found=f"{f!r}, {with_article(type(f).__name__)}",
             fix="name the rest: shard_map(f, mesh=mesh, in_specs=..., out_specs=...)",
         )
     name = getattr(f, "__name__", type(f).__name__)
@@ -235,7 +236,7 @@ class _Mapping:
         if not isinstance(names, (set, frozenset)):
             raise KindError(
                 f"shard_map of {self.name}: axis_names must be a set of names",
-                found=f"{names!r}, a {type(names).__name__}",
+                found=f"{names!r}, {with_article(type(names).__name__)}",
                 fix="leave it out: f works on shards over all axes",
             )
         if names and names != set(mesh.axis_names):

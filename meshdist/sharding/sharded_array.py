@@ -15,7 +15,7 @@ from ..annotations.tensor_specs import mark_spec
 from ..arrays import Array, as_tensor, shape_text
 from ..checking.call_sites import one_frame
 from ..dtypes import dtype_name
-from ..error_text import explain
+from ..error_text import explain, with_article
 from ..errors import ArgumentError, AxisError, KindError, MeshError, ShapeError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -56,7 +56,7 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
         raise KindError(
             f"{call} takes a sharding",
             expected="a NamedSharding, or a PartitionSpec inside `with mesh:`",
-            found=f"{sharding!r}, a {type(sharding).__name__}",
+            found=f"{sharding!r}, {with_article(type(sharding).__name__)}",
             fix="pass NamedSharding(mesh, P('dp'))",
         )
     if not isinstance(sharding.mesh, DeviceMesh):
@@ -64,7 +64,7 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
             f"{call} needs a DeviceMesh: a Layout has no processes",
             where=repr(sharding),
             expected="a DeviceMesh",
-            found=f"a {type(sharding.mesh).__name__}",
+            found=with_article(type(sharding.mesh).__name__),
             fix="create one: md.DeviceMesh('cpu', layout)",
         )
     coordinate_in(sharding.mesh, call)

@@ -15,7 +15,7 @@ from torch import nn
 from ..annotations.axis_types import annotation_of, find_type
 from ..checking.call_sites import one_frame, warn_caller
 from ..collectives.torch_private import HiddenFromModes
-from ..error_text import explain as explain_text, first_texts
+from ..error_text import explain as explain_text, first_texts, with_article
 from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
 from ..lax.equality_checks import assert_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -149,7 +149,7 @@ def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts:
         _check_around(each, modules, axis, parts)
     elif each.style == "reduced" and (not own or _computes_parameters(module)):
         raise KindError(
-            f"parallelize: {name}, a {type(module).__name__}, has no plain parameters",
+            f"parallelize: {name}, {with_article(type(module).__name__)}, has no plain parameters",
             where=where,
             expected="a module with plain parameters, such as a norm",
             fix="remove weight_norm, spectral_norm or pruning first"
@@ -367,7 +367,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
     if not isinstance(module, nn.Module):
         raise KindError(
             "parallelize takes a module",
-            found=f"a {type(module).__name__}",
+            found=with_article(type(module).__name__),
             fix="pass the torch.nn.Module as the first argument",
         )
     axis = _axis_of(mesh)

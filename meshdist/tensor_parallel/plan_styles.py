@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..error_text import with_article
 from ..errors import ArgumentError, KindError
 from .layers import (
     ColumnParallelLinear,
@@ -127,7 +128,7 @@ def styles_of(plan: object) -> dict[str, str]:
         raise KindError(
             "parallelize takes a plan: a mapping from patterns of module names to styles",
             expected='for example {"layers.*.up": "column", "layers.*.down": "row"}',
-            found=f"{plan!r}, a {type(plan).__name__}",
+            found=f"{plan!r}, {with_article(type(plan).__name__)}",
             fix="write a plan: model.tp_plan is empty if transformers has no plan for the model"
             if plan is None or plan == {}
             else "pass a non-empty mapping",
@@ -187,7 +188,7 @@ def _of_torch(pattern: str, style: Any) -> KindError:
             "parallelize: the values of a plan are names of styles",
             where=f"{pattern!r}: {style!r}",
             expected="one of " + ", ".join(STYLES),
-            found=f"a {type(style).__name__}",
+            found=with_article(type(style).__name__),
             fix='pass for example {"layers.*.up": "column"}',
         )
     ours = "" if equivalent is None else f"use {equivalent}; or "

@@ -92,7 +92,7 @@ def open_simulated_group(options: Any) -> BackendGroup:
     """Open a group of simulated ranks without waiting."""
     if find_rank_here() is None:
         raise BackendError(
-            "torch's backend 'simulated' works only on simulated ranks, but this is a process",
+            "backend 'simulated' works only on simulated ranks, but this is a process",
             expected="a program that meshdist.simulate runs",
             fix="call meshdist.simulate(program, 4), or name another backend, such as 'shm'",
         )

@@ -27,6 +27,7 @@ from ..annotations.tensor_specs import (
     spec_texts,
 )
 from ..arguments import mesh_kind_error
+from ..error_text import with_article
 from ..errors import AxisError, AxisTypeError, KindError
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -118,7 +119,7 @@ def annotate(
     if not isinstance(tensor, (torch.Tensor, nn.Module)):
         raise KindError(
             "annotate takes a tensor or a module",
-            found=f"a {type(tensor).__name__}",
+            found=with_article(type(tensor).__name__),
             fix="annotate each tensor of a nested structure separately",
         )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -230,7 +231,7 @@ def typeof(x: torch.Tensor) -> TensorType:
         ('dp', 'tp')
     """
     if not isinstance(x, torch.Tensor):
-        raise KindError("typeof takes a tensor", found=f"a {type(x).__name__}")
+        raise KindError("typeof takes a tensor", found=with_article(type(x).__name__))
     text, spec = type_of(x), find_spec(x)
     shown = tensor_text(x)
     if spec is not None:

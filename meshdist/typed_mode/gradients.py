@@ -141,7 +141,9 @@ def _cast_gradient(
             raise AxisTypeError(
                 f"{operation} cannot take a gradient whose type does not match its tensor's",
                 where=where(mode.mesh, [axis]),
-                expected=f"a gradient of type {{{expected}}}",
+                expected=f"a gradient of type {{{expected}}}"
+                if expected
+                else "an invariant gradient",
                 found=f"tensor: {tensor_text(loss)}\ngradient: {tensor_text(gradient)}",
                 fix=f"create the gradient from the tensor, for example torch.ones_like(x), or cast "
                 f"it: lax.pcast(g, {axis!r}, to=...)",
@@ -191,7 +193,7 @@ def _unequal(
     return AxisTypeError(
         f"cannot set .{name} to a value of another type",
         where=where(mode.mesh),
-        expected=f"a value of type {{{expected}}}",
+        expected=f"a value of type {{{expected}}}" if expected else "an invariant value",
         found=f"tensor: {tensor_text(x)}\nvalue: {tensor_text(value)}",
         fix="cast or reduce the value first (lax.pvary, lax.psum), or annotate the tensor again: "
         "md.annotate(x, varying=...)",

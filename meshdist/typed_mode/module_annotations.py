@@ -39,7 +39,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..annotations.axis_types import annotation_of, find_type, set_spec
 from ..annotations.tensor_specs import checked_spec, layout_of, read_spec, spec_texts
 from ..arrays import describe
-from ..error_text import fields_among
+from ..error_text import fields_among, with_article
 from ..errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError, ShapeError
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -80,7 +80,7 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
         raise KindError(
             "annotate takes a mapping from names to specs for a module",
             expected="a mapping from names of parameters and buffers to specs",
-            found=f"{specs!r}, a {type(specs).__name__}",
+            found=f"{specs!r}, {with_article(type(specs).__name__)}",
             fix='pass for example {"up.weight": "f@tp d", "norm.*": "... {R:tp}"}',
         )
     places = dict(_places(module))
@@ -196,7 +196,7 @@ def _checked(
         raise ArgumentError(
             f"annotate: {name} has no shape yet",
             expected="an initialized parameter",
-            found=f"a {type(tensor).__name__}",
+            found=with_article(type(tensor).__name__),
             fix="run one forward pass of the module first, then annotate it",
         )
     try:

@@ -22,6 +22,7 @@ import torch
 from ..annotations.axis_types import INVARIANT, kinds_in, type_of, type_text
 from ..arguments import get_integer, mesh_kind_error
 from ..checking.call_sites import is_between
+from ..error_text import with_article
 from ..errors import AxisError, KindError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -94,7 +95,7 @@ def seed(
     if generator is not None and not isinstance(generator, torch.Generator):
         raise KindError(
             "md.seed takes a torch.Generator as generator",
-            found=f"a {type(generator).__name__}",
+            found=with_article(type(generator).__name__),
             fix="pass a torch.Generator; or omit generator= to seed torch, NumPy and `random`",
         )
     mesh, axes = _find_mesh_and_axes(differ_over, mesh)

@@ -289,7 +289,7 @@ def rejected_write(
     return AxisTypeError(
         f"{name} cannot change its target from {KINDS[was]} to {KINDS[becomes]} over {shown(axes)}",
         where=where(mesh, axes),
-        expected=f"a target of type {{{text}}}",
+        expected=f"a target of type {{{text}}}" if text else "an invariant target",
         found=f"a target of {tensor_text(target)}, {why}\n{operands_text(operands)}",
         fix=fix,
     )

@@ -326,7 +326,7 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         "CheckpointError",
         (
             "the value of large does not fit the state's type",
-            "a int8, as in the state",
+            "an int8, as in the state",
             "found:    300, in the",
         ),
     ),
@@ -334,7 +334,7 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         lambda _: {"yy": torch.zeros(3)},
         {},
         "CheckpointError",
-        ("lacks 1 names of the state", "'y', the name most similar to 'yy'", 'missing="keep"'),
+        ("lacks 1 name of the state", "'y', the name most similar to 'yy'", 'missing="keep"'),
     ),
     "a leaf as an array": (
         lambda _: {"step": torch.zeros(3)},
@@ -382,7 +382,7 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         lambda _: {"y": torch.zeros(3)},
         {"only": 3},
         "KindError",
-        ("only= must be a name pattern", "3, a int"),
+        ("only= must be a name pattern", "3, an int"),
     ),
     "another word": (
         lambda _: {"y": torch.zeros(3)},

@@ -168,7 +168,7 @@ def saved(path: Path) -> None:
         (
             {"a": {"weigth": torch.zeros(3, 2)}},
             CheckpointError,
-            "checkpoint.load: the checkpoint lacks 1 names of the state",
+            "checkpoint.load: the checkpoint lacks 1 name of the state",
             "found",
             "'a.weight', the name most similar to 'a.weigth'",
         ),

@@ -400,13 +400,13 @@ def test_a_rank_that_does_not_come() -> None:
 
 def test_wrong_arguments() -> None:
     def program() -> None:
-        with pytest.raises(md.ArgumentError, match="breakpoint: rank is 2\n  expected: 0 to 1"):
+        with pytest.raises(md.ArgumentError, match="rank is 2\n  expected: an integer from 0 to 1"):
             md.breakpoint(2)
         with pytest.raises(md.KindError, match="integer\n  found:    'a', a str"):
             md.breakpoint("a")  # type: ignore[arg-type]
         with pytest.raises(md.KindError, match="skip must be an integer"):
             md.breakpoint(0, 1.5)  # type: ignore[arg-type]
-        with pytest.raises(md.ArgumentError, match="skip is -1\n  expected: 0 or more"):
+        with pytest.raises(md.ArgumentError, match="skip is -1\n  expected: an integer of 0"):
             md.breakpoint(0, -1)
         with pytest.raises(md.KindError, match="timeout_s must be a number"):
             md.breakpoint(timeout_s="long")  # type: ignore[arg-type]

@@ -359,7 +359,7 @@ def test_wrong_arguments_are_rejected_before_anything_is_sent(on_ranks) -> None:
         ]
         assert "found:    an entry of tensor_list (3,), tensor_list[0] (2,)" in found[2]
         assert "found:    an entry of tensor_list int32, tensor_list[0] float32" in found[3]
-        assert found[5].endswith("tensor_list\n  expected: 0 to 1")
+        assert found[5].endswith("tensor_list\n  expected: an integer from 0 to 1")
 
 
 def test_a_tensor_is_a_list_of_itself() -> None:

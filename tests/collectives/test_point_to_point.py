@@ -243,7 +243,7 @@ def bad_tags() -> list[str]:
 def test_a_wrong_tag_is_rejected_before_anything_is_sent(on_ranks) -> None:
     largest = (1 << 30) - 3
     for found in on_ranks(bad_tags, 2):
-        assert found[0].endswith(f": tag is -1\n  expected: 0 to {largest}")
+        assert found[0].endswith(f": tag is -1\n  expected: an integer from 0 to {largest}")
         assert found[2].endswith(": tag must be an integer\n  found:    'a', a str")
 
 

@@ -760,7 +760,7 @@ def test_ranks_that_pass_other_arguments() -> None:
         (
             KindError,
             {"parameters": 3},
-            ("clip_grad_norm_ requires an iterable of parameters\n  found:    a int"),
+            ("clip_grad_norm_ requires an iterable of parameters\n  found:    an int"),
         ),
         (
             KindError,
@@ -776,7 +776,7 @@ def test_ranks_that_pass_other_arguments() -> None:
             {"max_norm": -1},
             (
                 "clip_grad_norm_: max_norm must not be negative\n"
-                "  expected: a number from 0\n"
+                "  expected: a number of 0 or more\n"
                 "  found:    -1.0"
             ),
         ),

@@ -166,12 +166,12 @@ REFUSED: list[tuple[Callable[[Two], dict[str, Any]], type[Exception], str]] = [
         lambda _: {"mixed_precision": torch.bfloat16},
         KindError,
         "mixed_precision is torch.bfloat16\n"
-        "  expected: param_dtype to be a floating-point dtype, or None\n",
+        "  expected: a MixedPrecision with a floating-point dtype, or None, as param_dtype\n",
     ),
     (
         lambda _: {"mixed_precision": md.MixedPrecision(reduce_dtype=torch.int32)},
         KindError,
-        "reduce_dtype to be a floating-point dtype, or None\n"
+        "a MixedPrecision with a floating-point dtype, or None, as reduce_dtype\n"
         "  fix:      pass for example "
         "md.distributed.MixedPrecision(param_dtype=torch.bfloat16)",
     ),

@@ -319,19 +319,19 @@ def test_a_wrapper_that_is_gone_leaves_the_module_in_full_precision() -> None:
     [
         (
             MixedPrecision(param_dtype=torch.int8),
-            "param_dtype to be a floating-point dtype, or None\n",
+            "a MixedPrecision with a floating-point dtype, or None, as param_dtype\n",
         ),
         # Type: ignore[arg-type].
         (
             MixedPrecision(reduce_dtype="bf16"),
-            "reduce_dtype to be a floating-point dtype, or None\n",
+            "a MixedPrecision with a floating-point dtype, or None, as reduce_dtype\n",
         ),
         (
             torch.bfloat16,
             "mixed_precision is torch.bfloat16\n"
-            "  expected: param_dtype to be a floating-point dtype",
+            "  expected: a MixedPrecision with a floating-point dtype",
         ),
-        ("bf16", "mixed_precision is 'bf16'\n  expected: param_dtype to be a floating-point dtype"),
+        ("bf16", "mixed_precision is 'bf16'\n  expected: a MixedPrecision with a floating"),
     ],
 )
 def test_what_is_no_configuration_is_rejected(config: Any, text: str) -> None:

@@ -198,7 +198,7 @@ WHERE = "over axis 'tp' of DeviceMesh(tp=2)"
             lambda x, group: pbroadcast(x, group, 2),
             ArgumentError,
             "pbroadcast: source is 2\n"
-            "  where:    axis 'tp' of DeviceMesh(tp=2)\n  expected: 0 to 1",
+            "  where:    axis 'tp' of DeviceMesh(tp=2)\n  expected: an integer from 0 to 1",
         ),
         (
             lambda x, group: pbroadcast(x, group, "tp"),

@@ -586,7 +586,7 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
             DtypeError,
             "pmax cannot reduce complex64 with MAX\n"
             "  where:    argument of shape (10, 16)\n"
-            "  expected: MAX on dtypes that are not complex\n"
+            "  expected: a dtype that is not complex for MAX\n"
             "  fix:      use another reduction, or convert the tensor",
         ),
     ],

@@ -278,7 +278,7 @@ def test_an_error_of_a_loader_raises_on_all_ranks(run: Run, place: int) -> None:
             f"  where:    rank {rank}, the world\n"
             "  expected: loaders that end or yield a batch on every rank\n"
             "  found:    rank 1: OSError: a bad file\n"
-            "  fix:      read the traceback of rank 1"
+            "  fix:      resolve the error in the traceback of rank 1"
         )
 
 

@@ -515,8 +515,9 @@ axis name 'dp' is used twice
             AxisError,
             """\
 the number of axis names does not match the number of axes
-  expected: 2 names for 2 axes
-  found:    1 names: ('dp',)""",
+  expected: one name per axis, 2 in all
+  found:    names ('dp',)
+  fix:      pass as many names as axes""",
         ),
         (
             lambda: Layout.from_shape((2, 2), ("dp", "")),
@@ -690,7 +691,7 @@ unflatten of axis 'tp' into (3, 2) does not match its size
   where:    mesh (dp=2, tp=4)
   expected: sizes whose product is 4
   found:    3 x 2 = 6
-  fix:      pass -1 as one of the sizes""",
+  fix:      correct the sizes, or pass -1 as one of them""",
         ),
         (
             lambda: MESH.unflatten("tp", (3, -1), ("a", "b")),

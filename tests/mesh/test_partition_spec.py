@@ -71,7 +71,7 @@ ERRORS = {
 
 # JAX takes these as entries, and rejects or ignores them later; here each is rejected at once.
 REFUSED = {
-    "P(1)": "found:    a int",
+    "P(1)": "found:    an int",
     "P(True)": "cannot take True as a dim's entry",
     "P(('a', None))": "None inside it, a NoneType",
 }

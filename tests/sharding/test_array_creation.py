@@ -259,7 +259,7 @@ def test_process_local_data() -> None:
         (
             lambda rows: md.make_array_from_process_local_data(rows, 3, (4, 4)),
             KindError,
-            ["cannot take a int as local_data"],
+            ["cannot take an int as local_data"],
         ),
         (
             lambda rows: md.full((4,), "x", sharding=rows),

@@ -501,7 +501,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "an array of NumPy": (
         lambda mesh: md.einsum("b d -> b", ONES(2, 4).numpy(), mesh=mesh),
         KindError,
-        ["found:    a ndarray", "torch.from_numpy(x)"],
+        ["found:    an ndarray", "torch.from_numpy(x)"],
     ),
     "letters as torch's": (
         lambda mesh: md.einsum("bd,df->bf", ONES(2, 4), ONES(4, 5), mesh=mesh),

@@ -187,7 +187,7 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan("b@dp -> b", mesh=8, b=8),
             KindError,
-            "plan takes a mesh\n  expected: a DeviceMesh or a Layout\n  found:    a int",
+            "plan takes a mesh\n  expected: a DeviceMesh or a Layout\n  found:    an int",
         ),
         (
             lambda: md.plan(P("dp"), None, MESH, (8,)),

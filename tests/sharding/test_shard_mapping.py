@@ -247,7 +247,7 @@ def test_all_leaves_that_do_not_fit_are_shown() -> None:
         "  found:    argument 0, x: float32[4, 2], spec P('pp',): no axis 'pp' in the mesh",
         "            argument 1, rest[0]['a']: float32[4, 2], spec P(None, None, 'dp'): shard_map: "
         "P(None, None, 'dp') has entries for 3 dims, the tensor has 2",
-        "            argument 1, rest[0]['b']: a int, spec P(None, None, 'dp'): a number has no "
+        "            argument 1, rest[0]['b']: an int, spec P(None, None, 'dp'): a number has no "
         "dims and no shards",
         "            argument 1, rest[0]['c']: a str, spec P(None, None, 'dp'): shard_map cannot "
         "take a str as rest[0]['c']",
@@ -564,7 +564,7 @@ def test_without_a_mesh_or_a_function() -> None:
         shard_map(3, out_specs=P())  # type: ignore[arg-type]
     assert str(raised.value).splitlines()[:2] == [
         "shard_map takes a function",
-        "  found:    3, a int",
+        "  found:    3, an int",
     ]
     with pytest.raises(KindError, match="shard_map of itself: in_specs is None") as raised:
         shard_map(itself, in_specs=None, out_specs=P())

@@ -85,7 +85,7 @@ BOX = ((4, 8), (0, 3))
         ((0, 0, 0), LengthError, ["at most 2", "3 slices and numbers"]),
         ((..., ...), LengthError, ["`...` 2 times"]),
         ([0, 1], KindError, ["cannot be indexed with a list", "x.local[...]", "x.full()[...]"]),
-        (np.arange(3), KindError, ["cannot be indexed with a ndarray"]),
+        (np.arange(3), KindError, ["cannot be indexed with an ndarray"]),
         (True, KindError, ["cannot be indexed with a bool"]),
         (1.5, KindError, ["cannot be indexed with a float"]),
     ],

@@ -163,6 +163,6 @@ def test_what_is_no_plan() -> None:
         "parallelize: the values of a plan are names of styles\n"
         "  where:    'a': 1\n"
         f"  expected: one of {', '.join(STYLES)}\n"
-        "  found:    a int\n"
+        "  found:    an int\n"
         '  fix:      pass for example {"layers.*.up": "column"}'
     )

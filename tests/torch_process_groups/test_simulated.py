@@ -351,7 +351,7 @@ def test_a_rank_that_stays_away_is_named() -> None:
         md.simulate(program, 4)
     text = str(caught.value)
     assert (
-        "ranks 0-1, 3: waits in all_reduce((1,) float32, SUM) for rank 2; call 1 over group '0'"
+        "ranks 0-1, 3: waits in all_reduce((1,) float32, SUM) for rank 2; call 1 on group '0'"
         in text
     )
     assert "rank 2: returned" in text
@@ -413,7 +413,7 @@ def test_processes_have_no_simulated_world(tmp_path: Path) -> None:
     with pytest.raises(BackendError) as rejected:
         dist.init_process_group("simulated", init_method=method, rank=0, world_size=1)
     assert str(rejected.value) == (
-        "torch's backend 'simulated' works only on simulated ranks, but this is a process\n"
+        "backend 'simulated' works only on simulated ranks, but this is a process\n"
         "  expected: a program that meshdist.simulate runs\n"
         "  fix:      call meshdist.simulate(program, 4), or name another backend, such as 'shm'"
     )

@@ -200,6 +200,6 @@ say(*map(refusal, (torch.distributed.get_rank, torch.distributed.barrier)))
         assert "init_process_group(...) before this call" in told
         assert "a launcher, whose processes initialize at their first collective or mesh" in told
         assert "neither a process group nor a launcher's variables" in told
-        assert "call it under meshdist.simulate(fn, 4)" in told
+        assert "call it under meshdist.simulate(fn, 4), on the thread of a rank" in told
     for _, told in theirs:
         assert "has not been initialized" in told

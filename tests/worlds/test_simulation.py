@@ -70,7 +70,7 @@ def test_no_ranks_are_rejected(ranks: Any, wrong: int) -> None:
         md.simulate(int, ranks)
     assert str(caught.value) == (
         f"the number of ranks of simulate is {wrong}\n"
-        "  expected: 1 or more\n"
+        "  expected: an integer of 1 or more\n"
         "  fix:      call for example simulate(fn, 4) or simulate(fn, (2, 2))"
     )
 
@@ -215,9 +215,9 @@ def test_deadlock_of_collectives() -> None:
         md.simulate(program, 3)
     line = program.__code__.co_firstlineno
     assert caught.value.found == (
-        f"ranks 0, 2: waits in barrier() for rank 1; call 1 over the world (ranks 0-2), "
+        f"ranks 0, 2: waits in barrier() for rank 1; call 1 on the world (ranks 0-2), "
         f"called at {__file__}:{line + 4} in program\n"
-        f"rank 1: waits in recv((2,) float32, from rank 0) over the world (ranks 0-2), "
+        f"rank 1: waits in recv((2,) float32, from rank 0) on the world (ranks 0-2), "
         f"called at {__file__}:{line + 2} in program"
     )
 
@@ -241,7 +241,7 @@ def test_a_forgotten_call_is_told_with_how_many_each_has_made() -> None:
     with pytest.raises(DeadlockError) as caught:
         md.simulate(forgets, 4)
     assert caught.value.found.startswith(
-        "ranks 0, 2-3: waits in barrier() for rank 1, which made 2; call 3 over the world"
+        "ranks 0, 2-3: waits in barrier() for rank 1, which made 2; call 3 on the world"
     )
 
 

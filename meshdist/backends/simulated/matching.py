@@ -185,7 +185,7 @@ class PendingCollective(PendingCall):
         made = {number: f", which made {number}" if number else "" for number in missing}
         ranks = " and ".join(ranks_text(of) + made[number] for number, of in missing.items())
         return (
-            f"{note.called} for {ranks}; call {note.sequence} over "
+            f"{note.called} for {ranks}; call {note.sequence} on "
             f"{matching.op_name}, called at {note.where}"
         )
 
@@ -223,7 +223,7 @@ class PendingReceive(PendingCall):
         is_mine = message.source == self.member
         failure = MismatchError(
             "message mismatch: a send does not match its receive",
-            where=f"tag {self.tag} over {self.matching.op_name}",
+            where=f"tag {self.tag} on {self.matching.op_name}",
             expected="the same dtype and number of elements on both sides, "
             "and objects received as objects",
             found=f"rank {ranks[message.source]}: {message.note.text}\n"
@@ -238,7 +238,7 @@ class PendingReceive(PendingCall):
     def describe(self) -> str:
         """Describe the receive and the messages that arrived instead."""
         note, matching = self.note, self.matching
-        lines = [f"{note.called} over {matching.op_name}, called at {note.where}"]
+        lines = [f"{note.called} on {matching.op_name}, called at {note.where}"]
         lines += [
             f"  rank {matching.ranks[message.source]} called {message.note.text}, which no rank "
             "has received"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,9 @@ class SimulatedStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for all ``keys``; ``timeout`` never expires."""
-        self._wait_for(keys, f"store.wait({list(keys)!r})")
+        created = re.match(r"(?:.*/)?agree/(\w+)/", keys[0]) if len(keys) == 1 else None
+        call = f"store.wait({list(keys)!r})"
+        self._wait_for(keys, f"the creation of a {created[1]}" if created else call)
 
     def peek(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None, without running other ranks."""

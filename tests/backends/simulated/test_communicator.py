@@ -363,9 +363,9 @@ def test_parameters_and_inference_tensors_are_written() -> None:
 @pytest.mark.parametrize(
     ("op", "dtype", "served"),
     [
-        ("AVG", torch.bool, "AVG on numbers, which bool are not"),
-        ("BAND", torch.float32, "BAND on integers and bool"),
-        ("MAX", torch.complex64, "MAX on dtypes that are not complex"),
+        ("AVG", torch.bool, "a dtype of numbers for AVG"),
+        ("BAND", torch.float32, "an integer dtype or bool for BAND"),
+        ("MAX", torch.complex64, "a dtype that is not complex for MAX"),
         (
             "SUM",
             torch.float4_e2m1fn_x2,

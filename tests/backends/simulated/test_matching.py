@@ -129,7 +129,7 @@ def test_a_message_that_does_not_fit_is_told_to_both() -> None:
     assert not others
     assert text == (
         "message mismatch: a send does not match its receive\n"
-        "  where:    tag 4 over ranks 0-1\n"
+        "  where:    tag 4 on ranks 0-1\n"
         "  expected: the same dtype and number of elements on both sides, and objects received "
         "as objects\n"
         "  found:    rank 0: send((3,) float32, to rank 1, tag 4) at LINE\n"
@@ -468,7 +468,7 @@ def test_a_deadlock_in_each_collective_is_told_in_words() -> None:
 
         found = simulate(program, 4)[0]
         assert re.search(rf"waits in .*{re.escape(text)} for ranks ", found)
-        assert "ranks 2-3, which made 1; call 2 over axis 'tp' (ranks 0-3), called at " in found
+        assert "ranks 2-3, which made 1; call 2 on axis 'tp' (ranks 0-3), called at " in found
 
 
 def test_a_deadlock_tells_of_messages_that_nobody_received() -> None:
@@ -516,11 +516,11 @@ def test_deadlock_tells_what_every_rank_waits_for() -> None:
         "deadlock: no simulated rank can continue\n"
         "  where:    5 simulated ranks, one at a time\n"
         "  expected: at least one rank that can run\n"
-        "  found:    rank 0: waits in recv((2,) float32, from rank 3, tag 7) over ranks 0-4, "
+        "  found:    rank 0: waits in recv((2,) float32, from rank 3, tag 7) on ranks 0-4, "
         f"called at {line_of(program, 7)} in program\n"
         f"            rank 1: waits in store.get('p/never'), called at {line_of(program, 9)}\n"
         "            ranks 2, 4: waits in all_reduce((2,) float32, MAX) for ranks 0-1, 3; "
-        f"call 1 over ranks 0-4, called at {line_of(program, 11)} in program\n"
+        f"call 1 on ranks 0-4, called at {line_of(program, 11)} in program\n"
         "            rank 3: returned\n"
         "  fix:      call the same collectives in the same order on every rank, start a send for "
         "every receive, and set every store key that a rank waits for"
@@ -541,7 +541,7 @@ def test_asking_in_vain_without_end_is_a_deadlock() -> None:
     with pytest.raises(DeadlockError) as caught:
         simulate(program, 2)
     rank_0, rank_1 = (caught.value.found or "").splitlines()
-    assert rank_0.startswith("rank 0: waits in barrier() for rank 1; call 1 over ranks 0-1")
+    assert rank_0.startswith("rank 0: waits in barrier() for rank 1; call 1 on ranks 0-1")
     assert rank_1.startswith("rank 1: waits in store.check(['never']), called at ")
 
 
