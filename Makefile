@@ -64,7 +64,7 @@ torch-conformance: $(VENV)/.installed-conformance ## torch's own process-group t
 trainers: $(VENV)/.installed-test $(VENV)/.installed-trainers ## accelerate, Lightning and transformers on our backends
 	$(BIN)/python -m tests.trainers
 
-engines: $(VENV)/.installed-test ## the programs of docs/engines.md, each under its engine; see packaging/engines.md
+engines: $(VENV)/.installed-test ## the programs of docs/how-to/schedulers.md, each under its engine; see packaging/engines.md
 	$(BIN)/python packaging/engines.py $(ENGINES)
 
 mutants: $(VENV)/.installed-test ## 200 small faults in copies of the checkout, which tests must catch; see packaging/mutants.md
@@ -82,8 +82,9 @@ sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and A
 bench: $(VENV)/.installed-bench ## run every benchmark; each writes its report beside it
 	@set -e; for script in $(filter-out %/before_after.py,$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
-docs: $(VENV)/.installed-docs ## the documentation as a site in build/site; a warning, or a link that leads nowhere, is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+docs: $(VENV)/.installed-docs ## the documentation as a site in build/site; a warning, a broken link, or a failed search is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	$(BIN)/python packaging/site_search.py
 	@echo "build/site/index.html, or: $(BIN)/python -m http.server --directory build/site"
 
 wheels: $(VENV)/.made ## an sdist, a wheel for each Python that is here, a pure one; each is tested; see dist/wheels.md

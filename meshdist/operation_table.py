@@ -116,11 +116,15 @@ class OperationSpec:
     """A public operation.
 
     Args:
+        backend_operations: the communicator's operations that run it, by name; () if only the store
+            is used.
         parameters: its parameters except the group; a root comes last.
-        kind: the type of its output over the group's axes: "I" if equal on all ranks, else "V".
+        kind: the axis type of its output over the group's axes: "I" if equal on all ranks, else
+            "V".
         torch_method: the signature in torch's process groups, or None.
         alias_of: torch's older name, or "".
-        is_plain: whether a single backend operation executes it.
+        is_plain: whether each call, or each message of a batch, is a single backend operation on
+            the tensors that are passed.
     """
 
     name: str
@@ -139,7 +143,7 @@ class OperationSpec:
 
     @property
     def executor(self) -> BackendOperation:
-        """The first of ``backend_operations``, the only one of a plain operation."""
+        """The first of ``backend_operations``; if ``is_plain``, it alone runs a call or message."""
         return BACKEND_OPERATIONS[self.backend_operations[0]]
 
     @property

@@ -1,4 +1,4 @@
-"""The programs of docs/engines.md, each run under its engine, in an environment of its own.
+"""Run the programs of docs/how-to/schedulers.md, each in a new environment.
 
 python packaging/engines.py [ENGINE ...]
 
@@ -25,7 +25,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "engines.md"
+PAGE = ROOT / "docs" / "how-to" / "schedulers.md"
 REPORT = ROOT / "packaging" / "engines.md"
 FOLDER = ROOT / "build" / "engines"
 MARK = "MESHDIST_ENGINE_RUN"

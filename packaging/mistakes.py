@@ -1,4 +1,4 @@
-"""Writes docs/errors.md: twelve typical mistakes, made with meshdist, torch.distributed and JAX.
+"""Write docs/reference/common_mistakes.md: twelve mistakes with meshdist, torch and JAX.
 
     python packaging/mistakes.py --jax PYTHON      (an interpreter that has JAX; four minutes)
 
@@ -20,7 +20,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "errors.md"
+PAGE = ROOT / "docs" / "reference" / "common_mistakes.md"
 LIMIT_S = 15
 
 OURS = """\

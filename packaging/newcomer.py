@@ -1,4 +1,4 @@
-"""Does what a newcomer does: types the commands of the README and the tutorial in an empty folder.
+"""Type the commands of the pages that a newcomer reads, in an empty folder.
 
     make newcomer          (ten minutes; or: python packaging/newcomer.py --quick, without training)
 
@@ -6,7 +6,7 @@ In a fresh virtual environment, with a built wheel in place of the clone: ``pip 
 the wheel of dist that fits this Python (made there where there is none), and examples/ lies beside,
 as downloaded. Commands of make need the checkout: they are told of, not typed; those for a GPU
 likewise.
-The Python of both pages runs as files, the notebook runs, and the doctor must find all well.
+The Python of the pages runs as files, the notebook runs, and the doctor must find all well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = (
+    "README.md",
+    "docs/install.md",
+    "docs/quickstart.md",
+    "docs/tutorials/torch_tutorial.md",
+)
 TORCH = next(
     line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:7] == "torch=="
 )

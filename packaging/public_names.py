@@ -1,4 +1,4 @@
-"""The table of docs/names.md, which says where each public name is; made from the stubs.
+"""The table of docs/reference/names.md, which says where each public name is; made from the stubs.
 
 python packaging/public_names.py
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import meshdist as md
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "names.md"
+PAGE = ROOT / "docs" / "reference" / "names.md"
 HEAD = "| name | is | defined in |\n|---|---|---|\n"
 
 

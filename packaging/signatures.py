@@ -1,4 +1,4 @@
-"""The signatures that docs/collectives.md shows, written from the code.
+"""The signatures that docs/reference/collectives.md shows, written from the code.
 
     python packaging/signatures.py
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import meshdist as md
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "collectives.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "collectives.md"
 _SPAN = re.compile(r"`(\w+)\(([^`]*)\)`")
 _ANYWHERE = ("P2POp", "breakpoint")
 

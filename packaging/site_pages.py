@@ -2,20 +2,20 @@
 
 The reference has each public name once: what stands on top by the folder that it lives in, and what
 stands in ``meshdist.distributed`` alone on a page of its own; a name without a page, or a page
-without names, ends the build. "Errors by their first line" is read from
-the places where errors are raised.
+without names, ends the build. The page of errors has all errors of the package, by
+``reference_tables.with_all_errors``. ``search_words.json`` lists more words by which the search
+finds a page (tags), and pages that rank lower (boost).
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
+import json
 import logging
 import posixpath
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "packaging")]
 
 from public_names import homes  # noqa: E402
+from reference_tables import with_all_errors  # noqa: E402
 
 import meshdist  # noqa: E402 - from this checkout
 
 _TITLES = {
     "mesh": "Mesh",
     "worlds": "Worlds",
-    "collectives": "Operations",
+    "collectives": "Collectives",
     "lax": "lax: JAX's names",
     "experts": "experts",
     "typed_mode": "Types",
@@ -41,7 +42,7 @@ _TITLES = {
     "tensor_parallel": "Tensor parallelism",
     "checkpoint": "Checkpoints",
     "ddp": "Data parallelism",
-    "errors": "Errors",
+    "errors": "Exceptions",
     "distributed": "distributed: torch's names",
 }
 _ELSEWHERE = {
@@ -50,9 +51,9 @@ _ELSEWHERE = {
     "lax": "typed_mode",
     "reduce_ops": "collectives",
 }
+_BREAK = re.compile(r"(?<=[\w\])])[._(,/\[]+(?=\w)")  # a name in a table may break after this
 _MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
 _OF_OPERATIONS = ("experts", "lax")  # modules whose names are written with theirs
-_FIELDS = ("where", "expected", "found", "fix")
 
 
 def _is_of_ours(record: logging.LogRecord) -> bool:
@@ -69,24 +70,53 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made from the code."""
-    for name, text in {**reference(), "errors_by_first_line.md": errors_page()}.items():
+    for name, text in reference().items():
         files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links to files of the checkout, outside the site, by their names."""
-    if page.file.src_uri.startswith("reference/"):
+    """Replace links to files outside the site by their names; list all errors on their page."""
+    page.meta.update(search_words(page.file.src_uri))
+    if page.file.src_uri == "reference/errors.md":
+        return with_all_errors(markdown)
+    if page.file.src_uri.startswith("api/"):
         return markdown
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
     return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", partial(_named, folder), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let long names in tables break after a dot, an underscore, a comma or a bracket."""
+    return re.sub(r"<td[^>]*>.*?</td>", _with_breaks, html, flags=re.DOTALL)
+
+
+def _with_breaks(cell: re.Match[str]) -> str:
+    return re.sub(
+        r"(<code>)([^<]*)(</code>)",
+        lambda code: (
+            code[1] + re.sub(r"(?<=[\w\])])([._(,/\[]+)(?=\w)", r"\1<wbr>", code[2]) + code[3]
+        ),
+        cell[0],
+    )
+
+
+def search_words(page: str) -> dict[str, Any]:
+    """Return the tags of a page for the search, and its boost, as mkdocs takes them."""
+    words = json.loads(Path(__file__).with_name("search_words.json").read_text(encoding="utf-8"))
+    boosts = [boost for path, boost in words["boost"].items() if page.startswith(path)]
+    tags = words["tags"].get(page)
+    return {
+        **({"tags": tags} if tags else {}),
+        **({"search": {"boost": min(boosts)}} if boosts else {}),
+    }
 
 
 def _named(folder: str, link: re.Match[str]) -> str:
     text, path = link[1], posixpath.normpath(posixpath.join(folder, link[2]))
     if path.startswith("docs/"):
         return link[0]
-    return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
+    return f"`{path}`" if text.strip("`/") in path else f"{text} (`{path}`)"
 
 
 # -- the reference ------------------------------------------------------------------------------
@@ -105,10 +135,10 @@ def reference() -> dict[str, str]:
         if inspect.isroutine(thing) or inspect.isclass(thing)
     ]
     texts = {
-        f"reference/{page}.md": f"# {title}\n\n" + "\n".join(dict.fromkeys(pages[page]))
+        f"api/{page}.md": f"# {title}\n\n" + "\n".join(dict.fromkeys(pages[page]))
         for page, title in _TITLES.items()
     }
-    return {**texts, "reference/index.md": _index(listed)}
+    return {**texts, "api/index.md": _index(listed)}
 
 
 def names_by_page() -> dict[str, list[str]]:
@@ -155,10 +185,10 @@ def _entry(name: str, thing: Any, module: str) -> str:
 def _index(listed: dict[str, list[str]]) -> str:
     """All public names on one page."""
     lines = [
-        "# Reference",
+        "# API",
         "",
-        "What stands on top, as `md.all_reduce`, by the page that describes it. "
-        "[Where each name is](../names.md) has all names in one table.",
+        "The public names, such as `md.all_reduce`, by the page that describes them. "
+        "[Where each name is](../reference/names.md) has all names in one table.",
         "",
     ]
     for page, title in _TITLES.items():
@@ -169,69 +199,3 @@ def _index(listed: dict[str, list[str]]) -> str:
             shown = [f"all of `meshdist.{page}`"]
         lines.append(f"* [{title}]({page}.md): {', '.join(shown)}")
     return "\n".join(lines) + "\n"
-
-
-# -- errors by their first line -----------------------------------------------------------------
-
-
-def errors_page() -> str:
-    """The first lines of all errors that name one where they are raised, with their fix."""
-    found: dict[str, tuple[str, str]] = {}
-    for path in sorted((ROOT / "meshdist").rglob("*.py")):
-        for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and (line := _first_line(call)):
-                found.setdefault(line, (_name(call), _fix(call)))
-    rows = [
-        f"| {_cell(line)} | `{kind}` | {_cell(fix)} |"
-        for line, (kind, fix) in sorted(found.items(), key=lambda one: one[0].lower())
-    ]
-    if len(rows) < 300:
-        raise PluginError(f"only {len(rows)} first lines of errors were found")
-    return "\n".join(
-        [
-            "# Errors by their first line",
-            "",
-            "What stands for a name, a number or a value of the program is `…`. Every report has "
-            "up to four more fields; [how to read one](debugging.md#how-to-read-a-report).",
-            "",
-            "| first line | error | fix |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
-def _name(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else ""
-
-
-def _first_line(call: ast.Call) -> str:
-    kind = getattr(meshdist.errors, _name(call), None)
-    if not (inspect.isclass(kind) and issubclass(kind, meshdist.errors.MeshdistError)):
-        return ""
-    line = _text(call.args[0]) if call.args else ""
-    return line if len(line.replace("…", "").split()) > 2 else ""
-
-
-def _fix(call: ast.Call) -> str:
-    return next((_text(word.value) for word in call.keywords if word.arg == "fix"), "")
-
-
-def _text(node: ast.expr) -> str:
-    """A text in the code, with … for what is put into it; "" where it is made elsewhere."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return re.sub(r"(… ?)+", "… ", "".join(_parts(node))).strip()
-    return ""
-
-
-def _parts(node: ast.JoinedStr) -> Iterator[str]:
-    for part in node.values:
-        yield str(part.value) if isinstance(part, ast.Constant) else "…"
-
-
-def _cell(text: str) -> str:
-    text = text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
-    return re.sub(r"([*_`\[\]])", r"\\\1", text)

@@ -52,7 +52,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         """,
         "pages, examples and the checkout": """
             examples test_a_new_operation.py test_benchmarks.py test_compiled_names.py test_docs.py
-            test_in_a_notebook.py test_misuse_page.py test_mutants.py test_packaging.py
+            test_in_a_notebook.py test_misuse_rows.py test_mutants.py test_packaging.py
             test_quick.py test_readme.py test_scale_page.py test_trainers.py test_tutorial.py
             test_user_programs.py test_collectives_page.py
         """,

@@ -16,7 +16,7 @@ from meshdist.operation_table import OPERATIONS
 from tests.inner import table_page
 
 ROOT = Path(__file__).resolve().parents[1]
-PATH = ROOT / "docs" / "collectives.md"
+PATH = ROOT / "docs" / "reference" / "collectives.md"
 
 
 def page() -> str:
@@ -50,7 +50,7 @@ def test_every_collective_has_its_signature_on_the_page(name: str) -> None:
 
 def test_the_capability_table_is_that_of_the_code() -> None:
     assert table_page(page()) == page(), (
-        "run: python -m meshdist.backends.capabilities docs/collectives.md"
+        "run: python -m meshdist.backends.capabilities docs/reference/collectives.md"
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 import meshdist as md
 from meshdist import lax
-from tests.test_misuse_page import public_names
+from tests.test_misuse_rows import public_names
 
 MARK = "_torchdynamo_disable"
 

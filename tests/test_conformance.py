@@ -74,7 +74,7 @@ def test_what_counts_as_a_bug_of_ours(driver: ModuleType) -> None:
 
 def test_the_documentation_says_what_the_report_says() -> None:
     report = json.loads((FOLDER / "report.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "torch_backends.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "torch_backends.md").read_text(encoding="utf-8")
     rows = dict(
         re.findall(
             r"^\| (shm|mpi|simulated|Gloo) \| (\d+ \| \d+ \| \d+ \| \d+) \|$", page, re.MULTILINE

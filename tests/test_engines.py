@@ -1,4 +1,4 @@
-"""The programs of docs/engines.md: each engine has a section and a program."""
+"""The programs of docs/how-to/schedulers.md: each engine has a section and a program."""
 
 from __future__ import annotations
 

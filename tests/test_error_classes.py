@@ -158,7 +158,8 @@ IN_A_WORLD: dict[str, Misuse] = {
     "get_backend of a destroyed group": lambda d: d.get_backend(destroyed(d)),
     "a group destroyed twice": lambda d: d.destroy_process_group(destroyed(d)),
 }
-# Torch's classes that we do not follow, with what it raises; docs/differences.md says so.
+# Torch's classes that we do not follow, with what it raises, as in
+# docs/reference/differences_from_torch.md.
 NOT_FOLLOWED: dict[str, tuple[type[Exception], Misuse]] = {
     "no world to destroy": (AssertionError, lambda d: d.destroy_process_group()),
     "an unknown backend": (AssertionError, lambda d: begin(d, "nope")),

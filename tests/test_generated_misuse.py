@@ -1,7 +1,8 @@
 """Every argument of every collective and group call, misused in every way, beside torch.
 
 What a program catches of torch.distributed it catches here: our error is an instance of torch's
-class. Where that is not so, or where only torch raises, a rule below says why; docs/differences.md
+class. Where that is not so, or where only torch raises, a rule below says why, as does
+docs/reference/differences_from_torch.md
 has the same rules in words.
 """
 

@@ -1,4 +1,4 @@
-"""docs/names.md, checked: it is what its script makes of the stubs, and what it says is so."""
+"""docs/reference/names.md: its script makes it from the stubs, and its rows hold."""
 
 from __future__ import annotations
 

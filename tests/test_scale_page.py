@@ -1,4 +1,4 @@
-"""The numbers of docs/scale.md that can be counted here: descriptors and threads of an axis."""
+"""Numbers of docs/explanation/scale.md: descriptors and threads of an axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import meshdist as md
 from tests.pool import Pool
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "scale.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 IN_THE_PAGE: dict[str, Any] = {}
 for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):

@@ -29,7 +29,7 @@ with warnings.catch_warnings():  # torch's own module calls what torch calls dep
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "differences.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "differences_from_torch.md"
 
 # Names here and in torch.distributed. Every room adds its own.
 NAMES = (
@@ -178,7 +178,7 @@ WITHOUT_SIGNATURES = (
 )
 
 # name -> (parameters of torch that we leave out, parameters that we add or that differ in kind or
-# default, why). Each is told in docs/differences.md.
+# default, why). Each is told in docs/reference/differences_from_torch.md.
 DIFFERENCES: dict[str, tuple[set[str], set[str], str]] = {
     "init_process_group": ({"_ranks"}, set(), "private to torch"),
     "init_device_mesh": (

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_each_trainer_that_is_installed_has_a_program() -> None:
     found = programs()
-    split = "transformers' models, split by their plans"
+    split = "Tensor-parallel transformers models"
     trainers = ["accelerate", "Lightning", "transformers' Trainer", split]
     assert list(found) == ["Plain torch", *trainers]
     extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/versions.md and CHANGELOG.md, checked against what names the versions."""
+"""docs/install.md and CHANGELOG.md, checked against what names the versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch_versions
 import wheels
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
@@ -51,3 +51,7 @@ def test_the_version_stands_in_one_place_and_in_the_changelog() -> None:
     assert (unreleased, newest) == ("Unreleased", meshdist.__version__)
     assert 'dynamic = ["version"]' in PROJECT
     assert minor_of(meshdist.__version__) in PAGE
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    released = re.search(rf"^## \[{re.escape(newest)}\] - (\S+)$", text, re.MULTILINE)
+    assert released is not None
+    assert f'\nversion: {newest}\ndate-released: "{released[1]}"\n' in citation

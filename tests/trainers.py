@@ -1,4 +1,4 @@
-"""The programs of docs/trainers.md, each run as it stands there, on two processes; split models.
+"""Run the programs of docs/how-to/trainers.md on two processes, and split models.
 
 ``python -m tests.trainers`` runs all of them; their trainers must be installed.
 """
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "trainers.md"
+PAGE = ROOT / "docs" / "how-to" / "trainers.md"
 SPLIT = ROOT / "examples" / "transformers_tp.py"
 SPLIT_HOW = ("", "--tied", "--model qwen3", "--model qwen3 --tied --tp 4", "--simulate 6 --tied")
 NUM_RANKS, TIMEOUT_S = 2, 300

@@ -114,10 +114,11 @@ INVARIANT = ""
 
 
 class Annotation(NamedTuple):
-    """The annotation of a tensor: its type, its spec as text, and the reducers of its gradient.
+    """The annotation of a tensor: its axis type, its spec, and the reducers of its gradient.
 
     Args:
-        kinds: the text of its type; None means no type, which counts as invariant.
+        kinds: the text of its axis type, such as "V:dp"; None if it has none, which counts as
+            invariant.
         dims: its sizes with the axes that shard them, such as "4@tp, 6"; None without a spec.
         owner_axes: the axes over which a wrapper reduces a leaf's ``.grad`` after the backward, so
             that the gradient is invariant although the leaf is reduced; or None.
@@ -153,7 +154,7 @@ def _read(fields: tuple[Any, ...]) -> Annotation:
 
 @lru_cache(maxsize=4096)
 def type_alone(kinds: str) -> tuple[Any, ...]:
-    """Return an annotation with only a type."""
+    """Return an annotation that has only an axis type."""
     return tuple(Annotation(kinds))
 
 
@@ -163,25 +164,25 @@ def annotation_of(x: Any) -> Annotation:
 
 
 def find_type(x: Any) -> str | None:
-    """Return the text of a tensor's type, or None."""
+    """Return the text of a tensor's axis type, such as "V:dp"; None if it has no axis type."""
     found: str | None = x.__dict__.get(ANNOTATION, EMPTY)[0]
     return found
 
 
 def type_of(x: Any) -> str:
-    """Return the text of a tensor's type, "" (invariant) if it has none."""
+    """Return the text of a tensor's axis type; "" (invariant) if it has none."""
     found: str | None = x.__dict__.get(ANNOTATION, EMPTY)[0]
     return found or INVARIANT
 
 
 def find_owner_axes(x: Any) -> tuple[str, ...] | None:
-    """Return the axes over which a wrapper reduces the gradient, or None."""
+    """Return the axes over which a wrapper reduces the gradient of ``x``, or None."""
     found: tuple[str, ...] | None = x.__dict__.get(ANNOTATION, EMPTY)[2]
     return found
 
 
 def set_type(x: Any, kinds: str) -> None:
-    """Set a tensor's type; keep the rest of its annotation."""
+    """Set a tensor's axis type; keep the rest of its annotation."""
     attributes = x.__dict__
     before = attributes.get(ANNOTATION)
     if before is None:
@@ -191,7 +192,7 @@ def set_type(x: Any, kinds: str) -> None:
 
 
 def set_spec(x: Any, kinds: str, dims: str | None) -> None:
-    """Set a tensor's type and dims; keep the rest of its annotation."""
+    """Set a tensor's axis type and dims; keep the rest of its annotation."""
     attributes = x.__dict__
     attributes[ANNOTATION] = (kinds, dims, *attributes.get(ANNOTATION, EMPTY)[2:])
 
@@ -206,7 +207,7 @@ _ORDER = "VRU"  # The order of kinds in a text, which omits "I".
 
 @lru_cache(maxsize=4096)
 def kinds_in(text: str) -> Mapping[str, str]:
-    """Return the kinds in a type's text, by axis.
+    """Parse the text of an axis type: return kinds V, R and U by axis; other axes are I.
 
     Example:
         >>> dict(kinds_in("V:dp,tp U:ep"))
@@ -220,7 +221,7 @@ def kinds_in(text: str) -> Mapping[str, str]:
 
 
 def type_text(kinds: Mapping[str, str]) -> str:
-    """Return the text of a type from kinds by axis; the inverse of ``kinds_in``.
+    """Return the text of an axis type from kinds by axis; the inverse of ``kinds_in``.
 
     Example:
         >>> type_text({"tp": "V", "ep": "U", "dp": "V", "pp": "I"})
@@ -232,7 +233,7 @@ def type_text(kinds: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def gradient_type(text: str) -> str:
-    """Return the gradient's type of a value of type ``text``.
+    """Return the axis type of the gradient of a value of axis type ``text``.
 
     Example:
         >>> gradient_type("V:dp R:ep")
@@ -242,7 +243,7 @@ def gradient_type(text: str) -> str:
 
 
 def with_kinds(text: str, kinds: Mapping[str, str]) -> str:
-    """Return ``text`` with the kinds over some axes replaced.
+    """Return the axis type ``text`` with the kinds over some axes replaced.
 
     Example:
         >>> with_kinds("V:dp,tp", {"dp": "I"})
@@ -257,7 +258,7 @@ def _with_kinds(text: str, *kinds: tuple[str, str]) -> str:
 
 
 def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
-    """Return the axes over which type ``text`` is of any of ``kinds``, sorted.
+    """Return the axes over which the axis type ``text`` is of any of ``kinds``, sorted.
 
     Example:
         >>> axes_of_kind("V:tp R:ep U:dp", "RU")
@@ -268,7 +269,7 @@ def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The axis over which operands do not join, and the first unreduced operand's index."""
+    """The axis over which operands have no common type, and the first unreduced operand's index."""
 
     axis: str
     operand: int
@@ -276,7 +277,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class JoinedType:
-    """The type of an operation's results, and the casts that its operands need.
+    """The axis type of an operation's results, and the casts that its operands need.
 
     Args:
         missing: for each operand, the type that a cast must add: the axes over which the operand is
@@ -297,7 +298,7 @@ class JoinedType:
 
 
 def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusal:
-    """Return the joined type of an operation's operands, axis by axis, or the rejection.
+    """Return the axis type of an operation's results, and the operands' casts; or the rejection.
 
     Args:
         linearity: the operands in which it is linear, such as "add" or "first"; "" for none.

@@ -32,7 +32,7 @@ from .axis_types import (
 
 
 def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
-    """Attach ``spec``, unchecked, and its type to ``tensor``; return ``tensor``."""
+    """Attach ``spec``, unchecked, and its axis type to ``tensor``; return ``tensor``."""
     types, text = spec_texts(spec, tuple(tensor.shape))
     set_spec(tensor, types, text)
     return tensor
@@ -99,7 +99,11 @@ def checked_spec(
 
 
 def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
-    """Return the layout of a sharding, of ``mesh``, or of the current mesh; or None."""
+    """Return the mesh layout of a sharding ``spec``, else of ``mesh`` or the current mesh; or None.
+
+    Raises:
+        MeshError: ``spec`` is a sharding on another mesh than ``mesh``.
+    """
     if isinstance(spec, NamedSharding):
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(
@@ -115,7 +119,7 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
 
 @lru_cache(maxsize=4096)
 def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Return the type of ``spec``, and the dims of ``shape`` as "8@dp, 4"."""
+    """Return (axis type of ``spec``, text of the dims of ``shape``, such as "8@dp, 4")."""
     kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
     kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
     return type_text(kinds), dims_text(shape, spec)
@@ -123,7 +127,7 @@ def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def read_spec(types: str, dims: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """Return the spec of ``spec_texts``; None if shape or type do not match."""
+    """Return the spec from texts of ``spec_texts``; None if shape or axis type do not match."""
     words = [word.partition("@") for word in dims.split(", ")] if dims else []
     entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
     cut = tuple(sorted(axis for axes in entries for axis in axes))

@@ -1,7 +1,7 @@
 """Tabulate which operations, ops and dtypes each backend supports.
 
 ``meshdist doctor`` prints the table; ``python -m meshdist.backends.capabilities
-docs/collectives.md`` writes it between the page's markers.
+docs/reference/collectives.md`` writes it between the page's markers.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ FAST_REDUCTIONS = [
 
 
 def explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
-    """Return ``error``, explained if a backend or signal handler raised it.
+    """Return ``explain``'s error if a backend or signal handler raised ``error``, else ``error``.
 
     Args:
         timeout: the failed call's.
@@ -135,7 +135,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Release every thread of this process that waits here; thread-safe."""
+        """Make this process's current and later waits in the communicator raise; thread-safe."""
 
     @classmethod
     def abort_together(cls, communicators: Sequence[Communicator]) -> None:

@@ -127,8 +127,8 @@ class OperationArgs:
     """Arguments of one call, for a device group and a backend.
 
     Args:
-        operation: its public name; "" for a backend's own call.
-        way: the communicator's operation for it.
+        operation: the public name of the collective; "" for a call that meshdist makes itself.
+        way: the name of the communicator's operation that runs it.
         inputs: one tensor, a tensor per member, or a list that is sent together.
         outputs: this member's result, in any of these forms.
         noted: the tensor or tensors whose dtype and size members compare.
@@ -212,7 +212,7 @@ class OperationArgs:
         return None if self.recorder is None else self.recorder.find_note(self.number)
 
     def as_own(self, timeout: timedelta) -> OperationArgs:
-        """Set ``timeout``, and that the caller waits, for a backend's own call; return it."""
+        """Set ``timeout`` and ``waits`` for a call that meshdist makes itself; return self."""
         self.timeout, self.waits = timeout, True
         return self
 
@@ -226,7 +226,7 @@ class OperationArgs:
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
     ) -> OperationArgs:
-        """Return a call by ``way`` on other tensors, with this record and timeout."""
+        """Return a call of ``way`` on other tensors, with this call's record and timeout."""
         other = OperationArgs(
             self.operation, way, inputs, outputs, self.noted, op, root, sizes, tag
         )

@@ -105,11 +105,13 @@ def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
 
 
 def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> BackendError:
-    """Return the error of members without enough descriptors or threads for the group ``text``.
+    """Return the error of a group that cannot open because ranks lack descriptors or threads.
 
     Args:
+        rank: this rank, which raises it.
+        text: the group's name.
         members: the group's global ranks.
-        found: each member's lack, as text.
+        found: the shortage of each such rank, as text.
     """
     return BackendError(
         f"{text} cannot be opened because a rank has too few file descriptors or threads",

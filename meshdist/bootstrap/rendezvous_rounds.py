@@ -141,7 +141,7 @@ class RendezvousRound:
         return joined
 
     def _enter(self) -> int:
-        """Return the open generation's number; raise if its world size differs."""
+        """Open a generation if none is open; return its number; raise if its world size differs."""
         held, init_arguments = b"", [0]
         for _ in range(_MOST_TRIES):
             opened = f"[{init_arguments[0]}, {self.size}]"
@@ -199,7 +199,7 @@ class RendezvousRound:
             raise
 
     def _claim(self, generation_store: Store, generation: int) -> int | None:
-        """Claim a rank with this process's info; return it, or None in a closed generation."""
+        """Claim a rank with this process's info; return the rank, None in a closed generation."""
         about = {
             "local_rank": self.local_rank,
             "backends": sorted(self.backends),
@@ -331,7 +331,7 @@ class RendezvousRound:
         return parse_value(f"card/{rank}", value, ProcessInfo.from_json)
 
     def _complete(self, generation_store: Store) -> dict[str, Any]:
-        """Return the complete state from all ranks' infos, or "stale" if a process has died."""
+        """Return the generation's outcome from all process infos; "stale" if a process has died."""
         seen = read_jsons(
             generation_store, [f"card/{rank}" for rank in range(self.size)], _parse_process_info
         )

@@ -18,7 +18,7 @@ class ClusterScheduler:
     """A scheduler that starts processes without ranks.
 
     Args:
-        name: the title of its section in docs/engines.md.
+        name: the title of its section in docs/how-to/schedulers.md.
         is_here: returns whether a process with these variables is its worker.
         is_service: whether workers inherit a long-running service's variables, so that a launcher's
             variables do not belong to the job.
@@ -33,7 +33,8 @@ class ClusterScheduler:
         """The fix that errors show in its workers."""
         return (
             "pass each worker its rank and a shared store, before its first collective or mesh: "
-            "init_process_group(store=store, rank=rank, world_size=size); docs/engines.md has a "
+            "init_process_group(store=store, rank=rank, world_size=size); "
+            "docs/how-to/schedulers.md has a "
             f"complete program under {self.name!r}"
         )
 

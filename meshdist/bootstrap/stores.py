@@ -111,7 +111,7 @@ def bind_listener(address: str, port: int) -> socket.socket | None:
             f"rank 0 cannot listen on {address}, port {port}: {error.strerror or error}",
             where=f"host {socket.gethostname()}",
             expected="a free port",
-            fix="use another port (MASTER_PORT, or the one in the URL), stop the job that uses "
+            fix="use another port (MASTER_PORT, or the port in the URL), stop the job that uses "
             "this port, or start with `meshdist run -n 4 script.py`, which picks a free port",
         ) from None
 
@@ -231,7 +231,7 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
         where=f"host {socket.gethostname()}, process {os.getpid()}",
         expected="the store of rank 0",
         found=first_line(found),
-        fix="use a port that no other service uses (MASTER_PORT, or the one in the URL), and "
+        fix="use a port that no other service uses (MASTER_PORT, or the port in the URL), and "
         "check that rank 0 is running",
     )
 

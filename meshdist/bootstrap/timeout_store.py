@@ -476,5 +476,6 @@ def _junk(key: str, value: bytes) -> StoreError:
         f"the store holds a value under {key!r} that no rank of this job wrote",
         expected="a value in the format that a rank writes",
         found=f"{value[:80]!r}" + (", ..." if len(value) > 80 else ""),
-        fix="stop other programs that write to the store; docs/worlds.md explains who can",
+        fix="stop other programs that write to the store; docs/explanation/security.md lists "
+        "who can",
     )

@@ -286,12 +286,17 @@ class FingerprintTable:
                 log.note_any(tag)
 
     def message_words(self, words: memoryview, reader: int) -> memoryview:
-        """Return the part of ``words`` for messages with rank ``reader``."""
+        """Return the slice of a table for the messages of its owner to and from ``reader``.
+
+        Args:
+            words: the table of this rank or of another rank.
+            reader: the group rank that compares them.
+        """
         start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MESSAGE_WORDS
         return words[start : start + _MESSAGE_WORDS]
 
     def _find_messages_of(self, peer: int) -> memoryview | None:
-        """Return a peer's words for its messages with this rank, if found."""
+        """Return the slice of the peer's table for messages with this rank; None if not found."""
         view = dict(self._views).get(peer)
         return None if view is None else self.message_words(view, self._member)
 

@@ -32,7 +32,12 @@ def items_of(
     dtype: torch.dtype | None = None,
     alone: Collection[int] = (),
 ) -> list[Item]:
-    """Return (bytes as ``dtype``, kind) of each; equal kinds share buckets, ``alone`` never."""
+    """Return (bytes, kind) of each parameter; a bucket takes parameters of a single kind.
+
+    Args:
+        dtype: of the sent gradients; None for each parameter's dtype.
+        alone: indices of parameters that share a bucket with no other.
+    """
     return [
         (
             p.numel() * (dtype or p.dtype).itemsize,
@@ -108,7 +113,7 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 def start_reduction(flat: torch.Tensor, op: ReduceKind, group: ProcessGroup) -> Work:
-    """Start an all-reduce of ``flat`` in place; return a Work that may be dropped."""
+    """Return the Work of an in-place all-reduce; no warning is logged if nothing waits for it."""
     work = all_reduce(flat, op, group, async_op=True)
     assert work is not None
     return may_be_dropped(work)

@@ -237,8 +237,9 @@ class MonitoredBarrier:
     """A rank's part in a monitored barrier.
 
     Args:
-        ranks: global ranks; normally the first decides the outcome.
-        number: the number of the barrier, from 1.
+        ranks: global ranks; the first decides the outcome, or a rank that waits for it too long.
+        number: the number of the barrier in its group, from 1.
+        timeout: how long each rank waits for the first, and the first for all others.
         names_all: list all missing ranks in the failure, not only the first.
         check: raises to end the wait.
     """

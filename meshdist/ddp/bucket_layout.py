@@ -89,9 +89,10 @@ def lay_out(
 
     Args:
         items, order, caps: as in ``assign_buckets``; every index is in ``order``.
-        deferred: indices that some rank may lack: separate buckets, sent last.
-        delayed: indices whose gradients are sent together, right after the bucket of
-        delayed_after: this index.
+        deferred: indices whose gradient some rank may lack; they get separate buckets, sent last.
+        delayed: indices sent together, each kind in one bucket, right after the bucket that
+            contains ``delayed_after``, even if they are in ``deferred``.
+        delayed_after: an index; if None, the delayed buckets follow all that are not deferred.
 
     Example:
         >>> items = [(4, "f32")] * 4

@@ -318,7 +318,7 @@ class Reducer:
 
     @untraced
     def _gradient_came(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient in the running averaged backward, or keep it for later."""
+        """Count gradient ``index`` in the backward to average; store it if that has not begun."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
             self._reject_engine()
@@ -330,7 +330,7 @@ class Reducer:
         backward.arrived(index)
 
     def _find_running(self) -> Backward | None:
-        """Return the running averaged backward; begin it if this gradient may."""
+        """Return the running backward to average, begun if it belongs to a forward; else None."""
         # Reentrant checkpoints run tasks inside the backward's task. A gradient of any other task
         # counts once that task reaches an output. If the wrapper cannot see the loss, such as in
         # an attribute, its backward still passes nodes of the forward.
@@ -342,7 +342,7 @@ class Reducer:
         return None
 
     def _enter(self) -> None:
-        """Begin an averaged backward unless begun; raise on overlap."""
+        """Begin a backward to average, unless begun; raise if an earlier backward is unfinished."""
         self._reject_engine()
         task, reducer_state = current_task(), self.reducer_state
         with reducer_state.lock:  # each device's thread calls this
@@ -405,7 +405,7 @@ class Reducer:
             self._outcome = outcome
 
     def _learn(self) -> None:
-        """Read how the last backward ended on all ranks; update expectations, or raise."""
+        """Read how the last backward ended on all ranks; update expected gradients, or raise."""
         stays = self.reducer_state.hook is not None
         self._outcome.raise_or_learn(self.reducer_state.expected_gradients, stays=stays)
 
@@ -445,7 +445,7 @@ class Reducer:
 
     @torch.no_grad()
     def _stand_in(self, ending: Ending) -> None:
-        """Send zeros instead of gradients, with ``ending``; restore the buckets."""
+        """Reduce zeros instead of gradients, with the flag ``ending``; restore the buckets."""
         kept = [bucket.flat.clone() for bucket in self.buckets]
         zeros = Backward(self.layout, self.reducer_state)
         self._reduce(

@@ -115,8 +115,8 @@ class DeviceGroup:
         """Record the collective ``prepared`` and compare it with the other members' calls.
 
         Args:
-            prepared: collective, op, root and title must be equal on all members, and the dtype and
-                number of elements of ``noted`` (with ``sizes`` only the dtype).
+            prepared: collective, op, root and operation name must be equal on all members, and the
+                dtype and number of elements of ``noted`` (with ``sizes`` only the dtype).
             layouts: of the tensors, if ``demands_layouts``.
 
         Raises:
@@ -314,7 +314,7 @@ class DeviceGroup:
             self.reject_broken()
 
     def _native_entry(self) -> Any:
-        """Return the native Entry for plain calls; None without native code."""
+        """Return the native Entry for fast-path calls; None without native code."""
         notes = None
         if core is not None:
             notes = self.recorder.for_core(core.Notes)
@@ -411,14 +411,14 @@ class DeviceGroup:
             raise self.disagree(differing)
 
     def _device_of(self, tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | str:
-        """Return the device for a call's compared numbers."""
+        """Return the device of the numbers by which members compare a call on ``tensor``."""
         first = tensor[0] if isinstance(tensor, list) else tensor
         if first is None or first.device.type != self.device_type:  # a barrier; a "meta" tensor
             return self.device_type
         return first.device
 
     def _wait_for_all(self) -> None:
-        """Wait for all members' last noted call; raise if late, or if calls differ."""
+        """Wait until all members make this rank's last call; raise on a timeout or a mismatch."""
         fingerprint_table, sequence = self.fingerprint_table, self.recorder.sequence
         if fingerprint_table is None:  # there are no others
             return
@@ -445,7 +445,14 @@ class DeviceGroup:
         taken: Sequence[int],
         device: torch.device | str,
     ) -> None:
-        """All-gather a call's header ``common`` and sizes; raise if members differ."""
+        """Compare a call on all members by an all-gather that waits for them; raise if it differs.
+
+        Args:
+            common: numbers that must be equal on all members.
+            sent, taken: elements sent to and received from each member, which must match pairwise;
+                () if the collective is not uneven.
+            device: of the gathered numbers.
+        """
         size = len(self.group.ranks)
         nothing = [0] * size
         values = [*common, *(sent or nothing), *(taken or nothing)]
@@ -477,7 +484,7 @@ def _disagreement(
 
 
 def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: int) -> None:
-    """Warn, once a place, of call ``note``'s dropped Work, unless ``label`` is aborted."""
+    """Warn, once per call site, that the Work of call ``note`` was dropped; not after an abort."""
     noted = recorder.find_note(note)
     if label in aborts or noted is None or noted.code is None or sys.is_finalizing():
         return

@@ -92,7 +92,7 @@ class WorldPeers(PeerStatus):
         return grouped_text((rank, texts[rank]) for rank in self.others if rank in texts)
 
     def _find_grouped(self, call: CallRecord) -> Any:
-        """Return ``[text, runs of ranks]`` per text on the ranks' progress in ``call``."""
+        """Ask all ranks; return ``[text, runs of ranks]`` for each text of ``find_texts``."""
         grouped = ranks_by_text(self.find_texts(call, self._group.ranks).items())
         return [[text, to_runs(ranks)] for text, ranks in grouped.items()]
 
@@ -101,7 +101,12 @@ class WorldPeers(PeerStatus):
         return {r: str(text) for text, runs in grouped for r in from_runs(runs, size)}
 
     def find_texts(self, call: CallRecord, ranks: Sequence[int]) -> dict[int, str]:
-        """Return, by rank, text on how far each of ``ranks`` is relative to ``call``."""
+        """Ask ``ranks``; return a text for each: whether it reached ``call``, and its last call.
+
+        Args:
+            call: a collective; for a message the texts have only the last calls.
+            ranks: global ranks; ranks that have left or do not answer get a text, too.
+        """
         endings, label, texts = get_registry(self._world).endings, self._opened.label, {}
         silent = _silence(endings, ranks, label)
         about = {} if call.is_message else {"label": label, "sequence": call.sequence}

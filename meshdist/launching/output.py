@@ -22,7 +22,7 @@ from .rank_environment import LaunchError
 
 
 def open_terminal(screen: TextIO) -> tuple[int, int]:
-    """Return the read end and the rank's end of a new terminal like ``screen``."""
+    """Open a pseudo-terminal of the size of ``screen``; return its read end and the rank's end."""
     import pty
     import termios
 

@@ -3,7 +3,8 @@
 ``axis_name`` is an axis of the current mesh (``with mesh:``, or ``mesh=``), a tuple of axes,
 flattened with the first as major, or a 1-D mesh, ``mesh["tp"]``. ``x`` is an array of torch, NumPy
 or CuPy, or an optree pytree of arrays and Python numbers. Results have the structure, library and
-device of ``x``, in new memory. Torch tensors carry gradients (``docs/gradients.md``), also inside
+device of ``x``, in new memory. Torch tensors carry gradients
+(``docs/explanation/gradients_of_collectives.md``), also inside
 torch.func transforms.
 
 Unlike in JAX, Python numbers can differ between ranks: ``psum``, ``pmean``, ``pmax``, ``pmin`` and

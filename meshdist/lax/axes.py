@@ -52,10 +52,10 @@ def on_leaves(
     """Check all leaves of ``x``, then apply a collective to each.
 
     Args:
-        on_number: returns what to send for a Python number; None rejects numbers, ``unsent`` keeps
-            them.
+        on_number: returns the number to send for a Python number; None rejects numbers, ``unsent``
+            returns them without sending.
         check: raises for an invalid tensor.
-        to: the requested result type, if there are several.
+        to: the collective's argument ``to``, which selects the axis type of the result; or None.
     """
     if axis_index_groups is not None:
         reject_groups(operation, axis_index_groups, get_axes(operation, axis_name, mesh))
@@ -109,12 +109,12 @@ def _over_no_axes(
 
 
 def itself(number: Any) -> Any:
-    """Return ``number``, which most collectives send for a Python number."""
+    """Return ``number``; as ``on_number`` of ``on_leaves``, it sends Python numbers unchanged."""
     return number
 
 
 def unsent(number: Any) -> None:
-    """Return None; as ``on_number`` it leaves Python numbers unchanged."""
+    """Do nothing; as ``on_number`` of ``on_leaves``, it returns Python numbers without sending."""
 
 
 def _on_leaves(

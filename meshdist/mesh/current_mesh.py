@@ -19,11 +19,12 @@ def get_current_mesh() -> DeviceMesh:
 
 
 def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> DeviceMesh:
-    """Return the current mesh, or raise an error of ``call`` with the code that passes a mesh.
+    """Return the current mesh; raise MeshError in the name of ``call`` if there is none.
 
     Args:
-        about: the rest of the summary, such as the missing axis.
-        naming: this code; None if the call takes mesh=.
+        about: text after ``call`` in the error's summary, such as the missing axis.
+        naming: the code in the error's fix that passes a mesh; "" if there is none, None for
+            ``call(..., mesh=mesh)``.
     """
     meshes = meshes_in_force.get()
     if not meshes:

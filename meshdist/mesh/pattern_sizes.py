@@ -28,11 +28,11 @@ from .placement import DimSplit, Placement, shape_of, split_dim
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an array's dims.
+    """The parts of an array's dims: "(h d)" in a pattern is a dim of the parts h and d.
 
     Args:
         names: in order; the dims of "..." are "...0", "...1".
-        counts: the number of parts per dim of the array: 0 for "1", 1 for a plain dim.
+        counts: the number of parts per dim of the array: 0 for "1", 1 for a single name.
         placement: of the array with a dim per part.
     """
 
@@ -79,11 +79,11 @@ def spec_of(
     ndim: int,
     known_axes: Collection[str] = (),
 ) -> PartitionSpec:
-    """Return a side's spec for an array of ``ndim`` dims.
+    """Return the PartitionSpec of a pattern's side for an array of ``ndim`` dims.
 
     Args:
         layout: None skips the check of axis names.
-        known_axes: names that no whole dim may have if there is no layout.
+        known_axes: without a layout, the axis names that no uncut dim may have.
     """
     entries: list[Entry] = []
     cutting = {axis for dim in side.dims for axis in dim.axes}
@@ -125,7 +125,7 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
 
 
 def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
-    """Return the fix of a side without ``ndim`` dims; None if it has ``...``."""
+    """Return how to fix a side whose number of dims is not ``ndim``; None if it has ``...``."""
     if any(dim.is_rest for dim in side.dims):
         return None
     name = " ".join(side.names)
@@ -162,7 +162,7 @@ _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Sizing:
-    """A search for part sizes of a side, from shapes and sizes by name."""
+    """Find the sizes of the parts of a pattern's side, from shapes and sizes by name."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Sizing:
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
     def parts(self, *, needs_parts: bool = True) -> Parts:
-        """Return the parts; without ``needs_parts`` a group of unknown sizes is a single part."""
+        """Return the parts; without ``needs_parts``, a dim of unknown part sizes is one part."""
         layout = self.layout
         names: list[str] = []
         counts: list[int] = []
@@ -233,7 +233,13 @@ class Sizing:
         return parts
 
     def _whole_size(self, place: int, dim: Dim, cut: _Cut) -> int:
-        """Return the global size of a dim; store a part's size that follows."""
+        """Return a dim's global size; store its only unknown part size, which follows; or raise.
+
+        Args:
+            place: the dim's index in the array.
+            dim: the dim in the pattern; "(h d)" has the parts h and d.
+            cut: the axes that cut the dim, and their sizes.
+        """
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
         if dim.is_one:
@@ -335,7 +341,7 @@ class Sizing:
         )
 
     def _argument(self, names: Sequence[str]) -> str:
-        """Return how the calling function takes the sizes of ``names``."""
+        """Return, as code, the caller's arguments that pass the sizes of ``names``."""
         if self._as_keywords:
             return ", ".join(f"{name}=..." for name in names)
         sizes = {**self._given, **dict.fromkeys(names, "...")}

@@ -62,7 +62,7 @@ class Looks:
         self._begin, self._due = time.monotonic(), Deadline(first_s)
 
     def take(self, look: Callable[[], T]) -> T | None:
-        """Call ``look`` if it is due, schedule the next call, and return its result."""
+        """Call ``look``, schedule the next, and return the result if a look is due; else None."""
         if not self._due.is_over:
             return None
         begin = time.monotonic()
@@ -112,7 +112,7 @@ LINGER_S = 1.0
 
 
 def _do_nothing() -> None:
-    """Replace the call of an expired timer."""
+    """Do nothing; replaces the callback of a timer that was canceled or has fired, to free it."""
 
 
 class Timer:

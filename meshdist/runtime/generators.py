@@ -44,7 +44,7 @@ def seed_notes() -> SeedNotes:
 
 
 def swap_seed_notes(notes: SeedNotes) -> None:
-    """Set the seed records of the running rank."""
+    """Replace the records of how the running rank's generators were seeded with ``notes``."""
     global _notes
     _notes = notes
 

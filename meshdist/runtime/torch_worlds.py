@@ -97,7 +97,7 @@ def isolate_names() -> None:
     if _LACKING:
         raise BackendError(
             f"torch {torch.__version__} does not support process groups of simulated ranks",
-            expected="a tested torch version, see docs/versions.md",
+            expected="a tested torch version, see docs/install.md",
             found=f"torch without its internal {', '.join(_LACKING)}",
             fix="install a tested torch version, or run the program as processes: "
             "meshdist run -n 4 script.py",

@@ -193,7 +193,13 @@ class _Einsum:
     def __call__(
         self, operands: Sequence[torch.Tensor], regather: bool, mode: ContextMode | None
     ) -> torch.Tensor:
-        """Return this rank's shard of the product; ``mode`` is the open typed context, or None."""
+        """Return this rank's shard of the product of ``operands``.
+
+        Args:
+            operands: this rank's shards.
+            regather: do not keep gathered operands for the backward; gather them again there.
+            mode: the open ``md.typed`` context, which checks and sets axis types, or None.
+        """
         if mode is None:
             return self._computed(operands, regather)
         with HiddenFromModes():
@@ -206,7 +212,7 @@ class _Einsum:
     def _typed(
         self, mode: ContextMode, operands: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], str]:
-        """Return the cast operands and the result's type."""
+        """Return the operands, cast to matching axis types, and the axis type of the result."""
         mesh = self._mesh
         own = [
             typed_operand(mode, "einsum", x, *source, mesh)
@@ -249,7 +255,7 @@ class _Einsum:
     def _gathered_again(
         self, parts: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]
     ) -> list[GatheredOperand]:
-        """Return the operands to gather again, the same on all ranks."""
+        """Return the operands that the backward gathers again, the same on all ranks."""
         device, dtype = parts[0].device.type, parts[0].dtype
         is_cast = torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device)
         # torch.func tensors have no memory to look up again, and autocast copies: keep all.

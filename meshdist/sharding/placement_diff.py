@@ -191,7 +191,7 @@ def _without_size_1(dim: DimSplit) -> DimSplit:
 
 
 def _num_common(source: DimSplit, target: DimSplit) -> int:
-    """Return the number of major axes that cut both dims at equal boundaries."""
+    """Return the length of the longest common prefix of axes that cuts both dims equally."""
     if source == target:
         return len(source.axes)
     count = 0
@@ -222,7 +222,7 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
 def overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return how many elements both cells share, at each coordinate."""
+    """Return how many elements a rank's source and target cells share, by mesh coordinate."""
     (start, stop), (low, high) = _cell_tables(source, ndim), _cell_tables(target, ndim)
     overlaps: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(stop, high)
     overlaps = overlaps - np.maximum(start, low)

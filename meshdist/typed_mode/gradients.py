@@ -1,4 +1,4 @@
-"""Run backward passes in a typed context: check losses, and type gradients."""
+"""Run backward passes in a typed context: check losses, and set the axis types of gradients."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .type_errors import foreign_leaf, owned_loss, rejected_loss, tensor_text, w
 
 
 def gradient_type_of(x: torch.Tensor) -> str:
-    """Return the type of ``x.grad`` after a backward."""
+    """Return the axis type of ``x.grad`` after a backward."""
     text = gradient_type(type_of(x))
     owned = find_owner_axes(x)
     return with_kinds(text, dict.fromkeys(owned, "I")) if owned else text
 
 
 def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``backward``; raise for an unsupported loss."""
+    """Run ``backward``; raise if the axis type of a loss, or of a gradient, does not allow it."""
     losses = _listed(args[0] if args else kwargs.get("tensors"))
     place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
     args, kwargs = _checked_arguments(mode, "backward", losses, place, args, kwargs)
@@ -51,7 +51,7 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
 
 
 def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``torch.autograd.grad`` and return typed results; raise for an unsupported loss."""
+    """Run ``torch.autograd.grad``; set the results' axis types; raise for an unsupported loss."""
     losses = _listed(argument((0, "outputs"), args, kwargs))
     inputs = _listed(argument((1, "inputs"), args, kwargs))
     place = (2, "grad_outputs")
@@ -94,7 +94,7 @@ def _checked_arguments(
 
 
 def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], given: Any) -> Any:
-    """Return ``given`` gradients cast to their losses' types; raise for an unsupported loss."""
+    """Return ``given`` gradients cast to fit the losses; raise for an unsupported axis type."""
     is_listed = isinstance(given, (tuple, list))
     gradients = list(given) if is_listed else [given] * (1 if given is not None else len(losses))
     for place, loss in enumerate(losses):
@@ -128,7 +128,7 @@ def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], give
 def _cast_gradient(
     mode: ContextMode, operation: str, loss: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``gradient`` cast to the loss's gradient type; else raise."""
+    """Return ``gradient`` cast to the axis type of a gradient of ``loss``; raise if impossible."""
     loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, operation))
     missing = {}
     for axis in sorted({*loss_kinds, *kinds}):
@@ -152,7 +152,7 @@ def _cast_gradient(
 
 
 def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
-    """Return the annotated type of ``grad``, else of a gradient of ``x``."""
+    """Return ``grad``'s axis type: annotated, or from ``x`` if missing or a wrapper reduces it."""
     # If a wrapper reduces the gradient, its annotation may be outdated: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
     own = find_type(grad) if find_owner_axes(x) is None else None
@@ -160,7 +160,7 @@ def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``grad``, typed as the gradient of ``x`` if it has no type."""
+    """Return ``grad``; set its axis type from ``x`` if it has none or a wrapper reduces it."""
     if grad is not None and (  # Inlined, because an optimizer reads it 4 times per parameter.
         grad.__dict__.get(ANNOTATION, EMPTY)[0] is None
         or x.__dict__.get(ANNOTATION, EMPTY)[2] is not None
@@ -170,7 +170,7 @@ def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Raise unless ``grad`` is None or has the type of ``x.grad``, reduced or unreduced."""
+    """Check ``x.grad = grad``: raise if ``grad`` has another axis type than ``x.grad`` can have."""
     if grad is None:
         return
     text, expected = mode.type_of(grad, "setting .grad"), gradient_type_of(x)
@@ -182,7 +182,7 @@ def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> N
 
 
 def set_data(mode: ContextMode, x: torch.Tensor, data: torch.Tensor) -> None:
-    """Raise unless ``data``, the new ``x.data``, has the type of ``x``."""
+    """Check ``x.data = data``: raise unless ``data`` has the axis type of ``x``."""
     if mode.type_of(data, "setting .data") != type_of(x):
         raise _unequal("data", x, data, type_of(x), mode)
 

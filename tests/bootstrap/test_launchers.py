@@ -281,7 +281,8 @@ def make_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fix_fits_an_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_engine(name, monkeypatch)
     fix = (
-        "init_process_group(store=store, rank=rank, world_size=size); docs/engines.md has a "
+        "init_process_group(store=store, rank=rank, world_size=size); "
+        "docs/how-to/schedulers.md has a "
         f"complete program under {name!r}"
     )
     text = " ".join(refusal_of_rank().split())

@@ -1,4 +1,4 @@
-"""Torch's stores, method by method: what they do is what docs/stores.md says. And our servers."""
+"""Torch's stores, method by method, as docs/reference/stores.md says; and our servers."""
 
 from __future__ import annotations
 

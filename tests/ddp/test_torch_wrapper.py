@@ -1,4 +1,4 @@
-"""torch's own wrapper over a world that ours has adopted, as docs/ddp.md shows it."""
+"""torch's own wrapper over our process group, as docs/how-to/communication_hooks.md shows it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_a_communication_hook_calls_our_collectives(pool: Pool) -> None:
-    (script,) = BLOCK.findall((ROOT / "docs/ddp.md").read_text(encoding="utf-8"))
+    page = ROOT / "docs/how-to/communication_hooks.md"
+    (script,) = BLOCK.findall(page.read_text(encoding="utf-8"))
     for done in pool.start(script + CHECKS, places(2), has_teardown=False):
         assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """How a case went, and what in it breaks a promise.
 
-What is promised (docs/worlds.md, docs/debugging.md, docs/collectives.md, docs/mpi.md):
+What is promised (docs/how-to: initialize, debug, mpi; docs/reference/collectives.md):
 
 * a rank that waits for the one that failed raises a MeshdistError within its timeout; it then has
   ``GRACE_S`` to ask the others, to write its report and to end;
@@ -16,7 +16,7 @@ What is promised (docs/worlds.md, docs/debugging.md, docs/collectives.md, docs/m
   breaks nothing;
 * no process, file or named memory outlives the ranks;
 * where calls of two hosts differ in size torch's Gloo may end a rank that is sent more than it
-  takes (docs/debugging.md); that is counted, and breaks nothing; the others name it;
+  takes (docs/how-to/debug.md); that is counted, and breaks nothing; the others name it;
 * under MPI a rank that fails ends the job: mpiexec may end the others before they raise, or as they
   do, and the job's own last words name the rank.
 """

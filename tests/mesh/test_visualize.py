@@ -287,7 +287,8 @@ def test_a_layout_prints_as_its_drawing_and_shows_a_picture_in_notebooks():
 
 
 def test_the_page_shows_what_its_code_prints(capsys):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "layout.md").read_text(encoding="utf-8")
+    path = Path(__file__).resolve().parents[2] / "docs" / "reference" / "mesh.md"
+    page = path.read_text(encoding="utf-8")
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
     shown = "".join(re.findall(r"```text\n(.*?)```", page, re.DOTALL))
     assert capsys.readouterr().out == shown

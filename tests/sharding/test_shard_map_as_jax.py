@@ -140,7 +140,7 @@ DIFFERENT = {
     "a sum of what is equal": "psum takes no value that is invariant over its axis",
     "over some axes alone": "no other part of a program cuts arrays by itself",
 }
-"""Why the two differ, by rejection; ``docs/shard_map.md`` says so."""
+"""Why the two differ, by rejection; ``docs/how-to/shard_map.md`` says so."""
 
 
 def is_rejected(

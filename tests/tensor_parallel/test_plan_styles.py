@@ -23,7 +23,9 @@ def test_transformers_words_are_ours() -> None:
 
 
 def test_the_page_and_the_docstring_have_every_word() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "tensor_parallel.md").read_text()
+    page = (
+        Path(__file__).resolve().parents[2] / "docs" / "how-to" / "tensor_parallel.md"
+    ).read_text()
     told = parallelize.__doc__ or ""
     assert [word for word in (*STYLES, *OF_TRANSFORMERS) if f"`{word}`" not in page] == []
     assert [word for word in STYLES if f"``{word}``" not in told] == []

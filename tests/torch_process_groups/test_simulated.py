@@ -486,7 +486,7 @@ except md.BackendError as error:
     )
     assert done.stdout.rstrip("\n") == (
         f"torch {torch.__version__} does not support process groups of simulated ranks\n"
-        "  expected: a tested torch version, see docs/versions.md\n"
+        "  expected: a tested torch version, see docs/install.md\n"
         "  found:    torch without its internal _default_pg_init_method\n"
         "  fix:      install a tested torch version, or run the program as processes: meshdist "
         "run -n 4 "

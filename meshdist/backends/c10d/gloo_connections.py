@@ -53,9 +53,9 @@ class Devices:
     """Gloo devices whose sockets drop new connections while no group opens.
 
     Args:
-        make: makes the devices.
-        interfaces: their interfaces or address; () for the host name's address.
-        are_deaf: whether sockets drop packets at all.
+        make: returns new Gloo devices, a device per interface.
+        interfaces: names of network interfaces, or an address; () for the host name's address.
+        are_deaf: whether their sockets drop connections; False if groups connect on demand.
     """
 
     def __init__(

@@ -228,7 +228,12 @@ def _averaged(
 
 
 def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor:
-    """Return scales and zero points per ``size`` values, or shared, then 8-bit values, as bytes."""
+    """Quantize ``values`` to 8 bits; return bytes: scales and zero points, then the values.
+
+    Args:
+        size: the number of consecutive values, a channel, that share a scale and a zero point.
+        shares_scale: whether all channels share them.
+    """
     ends = [
         _rows(values[elements], channels).aminmax(dim=1)
         for channels, elements in _channels(values.numel(), size)
@@ -253,7 +258,11 @@ def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor
 
 
 def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zero points as (2, channels, 1), and steps: undo ``_packed``."""
+    """Split ``_packed``'s bytes into scales and zero points (2, channels, 1), and 8-bit values.
+
+    Args:
+        numel: the number of 8-bit values.
+    """
     facts, steps = packed.split([packed.numel() - numel, numel])
     return facts.clone().view(torch.float32).view(2, -1, 1), steps
 
