@@ -31,8 +31,10 @@ back: in 1024 it found 256:7, in 1280 it finds no 512:7 and waits, so it is at m
     >>> member_1 = [table_1.enter(call, 7) for call in range(1, 300)]
     >>> any(member_0 + member_1), table_1.enter(300, 9)
     (False, [0])
-    >>> table_0.find_behind(1024, False), table_0.find_behind(1280, False), _is_behind(5, 2**32 + 3)
-    (None, 1, False)
+    >>> table_0.find_lagging(1024, False), table_0.find_lagging(1280, False)
+    (None, 1)
+    >>> _is_lagging(5, 2**32 + 3)
+    False
 """
 
 from __future__ import annotations
@@ -201,9 +203,9 @@ class FingerprintTable:
             sizes = self._mine[start + 1 : start + self._uneven_words].tolist()
             sent, taken = sizes[: self._size], sizes[self._size :]
         # In this order, a word that arrives in between is compared at the next look.
-        is_one_behind = any(_is_behind(view[place] >> 32, sequence) for _, view in self._views)
+        is_one_lagging = any(_is_lagging(view[place] >> 32, sequence) for _, view in self._views)
         differing = self._differing(sequence, word, sent, taken)
-        return None if not differing and (is_one_behind or self._missing) else differing
+        return None if not differing and (is_one_lagging or self._missing) else differing
 
     def _differing(
         self, sequence: int, word: int, sent: Sequence[int], taken: Sequence[int]
@@ -219,7 +221,7 @@ class FingerprintTable:
                 differing.append(member)
         return differing
 
-    def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
+    def find_lagging(self, sequence: int, is_uneven: bool) -> int | None:
         """Return a rank that still needs words that call ``sequence`` overwrites, or None.
 
         Args:
@@ -234,7 +236,9 @@ class FingerprintTable:
         if self._missing:
             self._find_missing()
         for member, view in self._views:
-            if _is_behind(view[reached % WINDOW] >> 32, reached) and self._regions.is_alive(member):
+            if _is_lagging(view[reached % WINDOW] >> 32, reached) and self._regions.is_alive(
+                member
+            ):
                 return member
         return None
 
@@ -246,12 +250,12 @@ class FingerprintTable:
         Args:
             check: called regularly; it may raise to end the wait.
         """
-        if self.find_behind(sequence, is_uneven) is None:  # the common case
+        if self.find_lagging(sequence, is_uneven) is None:  # the common case
             return None
-        find_behind = partial(self.find_behind, sequence, is_uneven)
+        find_lagging = partial(self.find_lagging, sequence, is_uneven)
         limit = Deadline(timeout)
-        wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
-        return find_behind()
+        wait_until(lambda: find_lagging() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
+        return find_lagging()
 
     def wait_for_all(
         self, sequence: int, timeout: timedelta, check: Callable[[], object]
@@ -352,6 +356,6 @@ class FingerprintTable:
         return WINDOW + sequence % _UNEVEN_WINDOW * self._uneven_words
 
 
-def _is_behind(noted: int, sequence: int) -> bool:
+def _is_lagging(noted: int, sequence: int) -> bool:
     """Return whether the call number ``noted``, stored in 32 bits, is below ``sequence``."""
     return noted - sequence & _LOW >= 1 << 31

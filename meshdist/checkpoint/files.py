@@ -159,19 +159,19 @@ def write_arrays(
     arrays: Mapping[str, torch.Tensor],
     offsets: Mapping[str, list[int]],
     *,
-    sums_beside: bool,
+    sums_on_thread: bool,
 ) -> tuple[int, dict[str, int]]:
     """Write CPU arrays to a file on disk; return its size and the arrays' CRC-32s.
 
     Args:
         offsets: each array's start in its global array.
-        sums_beside: whether to compute checksums on a thread during the write.
+        sums_on_thread: whether to compute checksums on a thread during the write.
     """
-    told = {name: {"saved_offsets": list(offsets[name])} for name in arrays}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(told)}
+    offsets_json = {name: {"saved_offsets": list(offsets[name])} for name in arrays}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(offsets_json)}
     with ThreadPoolExecutor(1) as thread:
         # Both release the GIL.
-        sums = thread.submit(_sums_of, arrays) if sums_beside else None
+        sums = thread.submit(_sums_of, arrays) if sums_on_thread else None
         save_file(dict(arrays), path, metadata)
         _sync(path)
         return os.stat(path).st_size, sums.result() if sums else _sums_of(arrays)
@@ -228,9 +228,9 @@ class OpenFiles:
         shape = tuple(part.get_shape())
         if file not in self._offsets:
             try:
-                told = json.loads((self.get(file).metadata() or {}).get(_OFFSETS, "{}"))
+                offsets_json = json.loads((self.get(file).metadata() or {}).get(_OFFSETS, "{}"))
                 self._offsets[file] = {
-                    each: sizes_in(facts["saved_offsets"]) for each, facts in told.items()
+                    each: sizes_in(facts["saved_offsets"]) for each, facts in offsets_json.items()
                 }
             except MALFORMED as error:
                 raise damaged(self._folder, f"{file}: {_OFFSETS}: {error!r}") from error

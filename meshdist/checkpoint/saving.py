@@ -31,7 +31,7 @@ from .trees import (
     Tree,
     entries_of,
     facts_of,
-    facts_of_wholes,
+    facts_of_global_arrays,
     find_mesh,
     find_sizes,
     values_of,
@@ -147,7 +147,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     holdings = {
         name: _holding(entry, members)
         for name, entry in entries.items()
-        if members.is_first or entry.whose != "first"
+        if members.is_first or entry.saved_by != "first"
     }
     values = {name: leaf.json for name, leaf in tree.leaves.items()} if members.is_first else {}
     leaves = copy.deepcopy(values)  # the user may change a list while a thread writes
@@ -202,7 +202,7 @@ def agreed_entries(members: Members, read: Callable[[], Facts]) -> dict[str, Sta
     marked = {name: each for name, each in entries.items() if not each.sizes_are_known}
     if marked:
         find_sizes(marked, members)
-        members.all_agree(lambda: (None, facts_of_wholes(marked, members), {}))
+        members.all_agree(lambda: (None, facts_of_global_arrays(marked, members), {}))
     return entries
 
 
@@ -210,6 +210,6 @@ def _holding(entry: StateArray, members: Members) -> Holding:
     rank, itemsize = members.rank, entry.tensor.dtype.itemsize
     if entry.sharding is not None:
         return holding_of(entry.sharding, entry.shape, itemsize, rank)
-    if entry.whose == "all":
+    if entry.saved_by == "all":
         return Holding(entry.box(rank), itemsize, "all", members.place, len(members.ranks))
     return Holding(entry.box(rank), itemsize)

@@ -20,7 +20,7 @@ from ..typed_mode.random_draws import find_seeded_axes, note_seeding, seed
 from .manifest import Manifest
 from .participants import Members
 from .reader import OpenArrays
-from .trees import EachRanks, FirstRanks, axes_told, is_array
+from .trees import EachRanks, FirstRanks, axes_to_json, is_array
 
 __all__ = ["State"]
 
@@ -267,7 +267,7 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
         "python": EachRanks(torch.tensor(python, dtype=torch.float64, device="cpu")),
         "numpy": EachRanks(torch.tensor(numpy, dtype=torch.float64, device="cpu")),
         "differ_over": FirstRanks(None if axes is None else list(axes)),
-        "mesh": FirstRanks(None if mesh is None else axes_told(mesh)),
+        "mesh": FirstRanks(None if mesh is None else axes_to_json(mesh)),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tree["cuda"] = EachRanks(torch.cuda.get_rng_state())

@@ -110,7 +110,8 @@ def isend(
         tensor, dst, group, tag, group_dst: as in ``send``; a rank can send to itself.
 
     Raises:
-        As ``send``.
+        ArgumentError: no receiver, or both ``dst`` and ``group_dst``.
+        NotInGroupError: the receiver is not in the group.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
@@ -135,7 +136,8 @@ def irecv(
         A Work; its ``source_rank()`` is the sender's rank in the group.
 
     Raises:
-        As ``recv``.
+        ArgumentError: both ``src`` and ``group_src``.
+        NotInGroupError: the sender is not in the group.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")

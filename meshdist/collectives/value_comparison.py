@@ -75,12 +75,12 @@ class Difference:
 
     Args:
         found: a line for each of the first differing entries, for an error.
-        far: the ranks that differ from the group's first rank in the first entry of ``found``.
+        differing: the ranks that differ from the group's first rank in the first such entry.
         is_rounding: whether only tensors differ, by less than half of their digits.
     """
 
     found: str
-    far: Sequence[int] = ()
+    differing: Sequence[int] = ()
     is_rounding: bool = False
 
 
@@ -190,8 +190,8 @@ def _find_different(
     ]
     if (num_more := max(num for _, num in of_all) - len(lines)) > 0:
         lines.append(f"and {num_more} more")
-    is_far = [value != columns[0][0] for value in columns[0]]
-    return Difference("\n".join(lines), [*compress(group.ranks, is_far)])
+    is_differing = [value != columns[0][0] for value in columns[0]]
+    return Difference("\n".join(lines), [*compress(group.ranks, is_differing)])
 
 
 def _odd_ranks(distances: Iterable[tuple[int, float]], _: str) -> str:
@@ -199,7 +199,8 @@ def _odd_ranks(distances: Iterable[tuple[int, float]], _: str) -> str:
     by_rank = dict(distances)
     usual = Counter(by_rank.values()).most_common(1)[0][0]
     odd, rest = (
-        [rank for rank, far in by_rank.items() if (far == usual) is i] for i in (False, True)
+        [rank for rank, distance in by_rank.items() if (distance == usual) is i]
+        for i in (False, True)
     )
     return (
         f"{ranks_text(odd)} {'differs' if len(odd) == 1 else 'differ'} from {ranks_text(rest)}, "

@@ -319,18 +319,18 @@ def reject_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGr
 def delayed_indices(
     parameters: Sequence[nn.Parameter],
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
-    behind: nn.Parameter | None,
+    trigger: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
-    """Return the indices of ``delayed`` and ``behind`` in ``parameters``; raise if any is missing.
+    """Return the indices of ``delayed`` and ``trigger`` in ``parameters``; raise if any is missing.
 
     Args:
-        delayed: (name, parameter) pairs, reduced once ``behind`` has its gradient.
+        delayed: (name, parameter) pairs, reduced once ``trigger`` has its gradient.
     """
-    if delayed is None and behind is None:
+    if delayed is None and trigger is None:
         return frozenset(), None
-    if delayed is None or behind is None:
+    if delayed is None or trigger is None:
         given, lacking = ["delay_all_reduce_named_params", "param_to_hook_all_reduce"][
-            :: 1 if behind is None else -1
+            :: 1 if trigger is None else -1
         ]
         raise ArgumentError(
             f"{given} requires {lacking}",
@@ -345,14 +345,14 @@ def delayed_indices(
             expected="a list of (name, parameter) pairs",
             fix="pass for example list(module.named_parameters())",
         )
-    for name, parameter in [*pairs, ("param_to_hook_all_reduce", behind)]:
+    for name, parameter in [*pairs, ("param_to_hook_all_reduce", trigger)]:
         if id(parameter) not in places:
             raise ArgumentError(
                 f"{name} is not a trainable parameter of the module",
                 expected="delayed parameters, and the parameter they wait for, from the module",
                 fix="take them from module.named_parameters()",
             )
-    return frozenset(places[id(parameter)] for _, parameter in pairs), places[id(behind)]
+    return frozenset(places[id(parameter)] for _, parameter in pairs), places[id(trigger)]
 
 
 def find_devices(

@@ -63,7 +63,7 @@ def check_invariant(
             where=where,
             expected=expected,
             found=difference.found,
-            fix=fix if isinstance(fix, str) else fix(difference.far),
+            fix=fix if isinstance(fix, str) else fix(difference.differing),
         )
 
 
@@ -210,14 +210,14 @@ def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, operatio
         if len(world.compared) > _COMPARED_IN_ALL:
             del world.compared[next(iter(world.compared))]
     rank, *numbers = first.split()
-    far = _sketch_distance(sketch, [*map(float, numbers)])
-    if far <= tolerance(grad):
+    distance = _sketch_distance(sketch, [*map(float, numbers)])
+    if distance <= tolerance(grad):
         return
     error = GradientError(
         f"the gradient that reaches {operation} over {group.name} is not the same on every rank",
         where=f"backward of {what}",
         expected=f"equal gradients, since the result of {operation} is equal on every rank",
-        found=f"rank {world.rank} differs from rank {rank}, by {far:.2g} of its norm",
+        found=f"rank {world.rank} differs from rank {rank}, by {distance:.2g} of its norm",
         fix=PVARY_FIX.format(operation=operation),
     )
 

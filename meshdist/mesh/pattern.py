@@ -126,12 +126,12 @@ class Pattern:
         return _missing_brackets(self.operands[0].dims[-1:], self.operands[1].dims[:1])
 
 
-def _missing_brackets(before: Sequence[Dim], behind: Sequence[Dim]) -> str | None:
-    if not (before and behind and before[-1].axes and not behind[0].axes):
+def _missing_brackets(before: Sequence[Dim], following: Sequence[Dim]) -> str | None:
+    if not (before and following and before[-1].axes and not following[0].axes):
         return None
-    if len(behind[0].names) > 1:
+    if len(following[0].names) > 1:
         return None
-    meant = Dim(before[-1].names, (*before[-1].axes, *behind[0].names))
+    meant = Dim(before[-1].names, (*before[-1].axes, *following[0].names))
     return f"write {meant} to cut one dim over several axes"
 
 
@@ -249,10 +249,10 @@ class _PatternReader:
             parts = [] if after_kinds else ["a dim", '"{"']
             parts += ['","', '"->"'] if result is None else []
             expected = ", ".join(parts) + " or the end" if parts else "the end"
-            at, behind = self.next, self.tokens[self.place + 1 : self.place + 2]
+            at, following = self.next, self.tokens[self.place + 1 : self.place + 2]
             fix = None
-            if at.kind == "," and result is not None and behind and behind[0].kind == "name":
-                fix = _missing_brackets(result.dims, [Dim((behind[0].text,))])
+            if at.kind == "," and result is not None and following and following[0].kind == "name":
+                fix = _missing_brackets(result.dims, [Dim((following[0].text,))])
             self.fail(at.start, expected, at.shown, fix)
         return Pattern(tuple(operands), result, self.text, tuple(commas))
 

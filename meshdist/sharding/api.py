@@ -31,7 +31,7 @@ from ..errors import (
     NotInGroupError,
 )
 from ..functional.equality_checks import check_replicas
-from ..mesh.current_mesh import get_mesh, mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import get_mesh, require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.pattern import parse
@@ -312,7 +312,9 @@ def _moved(
     operation, pattern = key[:2]
     mesh = given_mesh
     if mesh is None:
-        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(operation)
+        mesh = (
+            pattern.mesh if isinstance(pattern, NamedSharding) else require_current_mesh(operation)
+        )
     found = mesh.caches.find(Move, key) if isinstance(mesh, DeviceMesh) else None
     if found is None:
         ends = _find_ends(key, given_mesh)
@@ -371,7 +373,7 @@ def _find_ends(
         source, target = shardings_of_sides(pattern, mesh, shape, sizes, **here)
         return source, target, source.parts.shape, pattern
     except AxisError as error:
-        raise with_hidden_mesh(error, given_mesh) from None
+        raise with_outer_mesh_hint(error, given_mesh) from None
 
 
 def _check_target(target: object, sizes: Mapping[str, int]) -> None:

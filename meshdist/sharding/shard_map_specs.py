@@ -29,7 +29,7 @@ from ..errors import (
     ShapeError,
 )
 from ..lax.reductions import pcast
-from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.current_mesh import with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P
 from ..mesh.placement import Placement
@@ -188,7 +188,7 @@ def _sharding(
     try:
         checked = checked_spec(x, spec, mesh.layout, "shard_map")
     except AxisError as error:
-        raise with_hidden_mesh(error, given_mesh) from None
+        raise with_outer_mesh_hint(error, given_mesh) from None
     if not isinstance(spec, NamedSharding):
         return mesh.caches.keep(NamedSharding, key, NamedSharding(mesh, checked))
     if spec.layout != mesh.layout:

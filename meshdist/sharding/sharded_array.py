@@ -17,7 +17,7 @@ from ..checking.call_sites import one_frame
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, AxisError, KindError, MeshError, ShapeError
-from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, box_text, index_of, shape_of
@@ -49,9 +49,9 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
     if isinstance(sharding, PartitionSpec):
         naming = "NamedSharding(mesh, spec)"
         try:
-            sharding = NamedSharding(mesh_in_force(call, naming=naming), sharding)
+            sharding = NamedSharding(require_current_mesh(call, naming=naming), sharding)
         except AxisError as error:
-            raise with_hidden_mesh(error, None, f"pass the mesh: {naming}") from None
+            raise with_outer_mesh_hint(error, None, f"pass the mesh: {naming}") from None
     if not isinstance(sharding, NamedSharding):
         raise KindError(
             f"{call} takes a sharding",

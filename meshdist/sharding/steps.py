@@ -126,7 +126,7 @@ class CollectiveStep(GroupStep):
     """A collective that moves equal parts between all members.
 
     Args:
-        collective: a name in ``OPERATIONS``.
+        operation: a name in ``OPERATIONS``.
         part: the shape of each member's part.
         pack: from the local array to the parts to send; None sends it unchanged.
         unpack: from the received parts, in group order, to the result; None if unchanged.

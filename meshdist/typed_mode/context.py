@@ -117,8 +117,8 @@ class TypedHook:
         """Run the hook on a typed gradient; raise if it changes the type."""
         mode, x = self.mesh.caches.of(Backwards).running, self._of()
         # torch passes the leaf itself to a post-accumulate hook; the gradient is its `.grad`.
-        is_behind = x is not None and given is x
-        grad: Any = given.grad if is_behind else given
+        is_post_accumulate = x is not None and given is x
+        grad: Any = given.grad if is_post_accumulate else given
         if mode is None or grad is None:
             return self._hook(given)
         expected = gradient_type(self._type if x is None else type_of(x))
@@ -128,7 +128,7 @@ class TypedHook:
         set_type(grad, expected)
         with mode:
             result = self._hook(given)
-        found: Any = given.grad if is_behind else grad if result is None else result
+        found: Any = given.grad if is_post_accumulate else grad if result is None else result
         kinds = {} if found is None else kinds_in(type_of(found))
         for axis, _ in sorted(kinds.items() - kinds_in(expected).items()):
             raise AxisTypeError(
@@ -139,7 +139,7 @@ class TypedHook:
                 found=tensor_text(found),
                 fix=f"make the factors that it uses equal first: lax.pmean(factor, {axis!r})",
             )
-        if not is_behind:  # autograd may pass the same tensor to other nodes.
+        if not is_post_accumulate:  # autograd may pass the same tensor to other nodes.
             grad.__dict__[ANNOTATION] = before
         return result
 

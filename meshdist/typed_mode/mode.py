@@ -28,7 +28,7 @@ from ..arguments import mesh_kind_error
 from ..checking.call_sites import is_between
 from ..collectives.torch_private import are_transforms_active
 from ..errors import MeshdistError, MeshError
-from ..mesh.current_mesh import mesh_in_force
+from ..mesh.current_mesh import require_current_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.graph_breaks import untraced
 from .context import (
@@ -108,7 +108,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         >>> md.simulate(program, 4)
         [2.5, 2.5, 2.5, 2.5]
     """
-    mesh = _checked(mesh_in_force("typed", naming="typed(mesh)") if mesh is None else mesh)
+    mesh = _checked(require_current_mesh("typed", naming="typed(mesh)") if mesh is None else mesh)
     outer = find_context(is_awake=False)
     if outer is None:
         is_noting = mesh.caches.of(Notes).are_taken or is_checked()

@@ -41,7 +41,7 @@ from ..annotations.tensor_specs import checked_spec, layout_of, read_spec, spec_
 from ..arrays import describe
 from ..error_text import fields_among
 from ..errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError, ShapeError
-from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.current_mesh import with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from .context import PLAIN_TENSORS
@@ -202,7 +202,7 @@ def _checked(
     try:
         return checked_spec(tensor, given, layout_of(given, mesh), "annotate")
     except MeshdistError as error:
-        told = with_hidden_mesh(error, mesh) if isinstance(error, AxisError) else error
+        told = with_outer_mesh_hint(error, mesh) if isinstance(error, AxisError) else error
         raise _about(told, f"{name}, {describe(tensor)}") from None
 
 

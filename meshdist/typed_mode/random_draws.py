@@ -23,7 +23,7 @@ from ..annotations.axis_types import INVARIANT, kinds_in, type_of, type_text
 from ..arguments import get_integer, mesh_kind_error
 from ..checking.call_sites import is_between
 from ..errors import AxisError, KindError
-from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
 from ..runtime.generators import seed_notes
@@ -139,11 +139,11 @@ def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None,
         raise mesh_kind_error("md.seed takes a mesh", mesh)
     if not names:
         return None, ()
-    given_mesh, mesh = mesh, mesh or mesh_in_force("md.seed")
+    given_mesh, mesh = mesh, mesh or require_current_mesh("md.seed")
     try:
         mesh.layout.axis_indices(tuple(names))  # Raises for unknown or repeated axes.
     except AxisError as error:
-        raise with_hidden_mesh(error, given_mesh) from None
+        raise with_outer_mesh_hint(error, given_mesh) from None
     coordinate_in(mesh, "md.seed")
     return mesh, tuple(axis for axis in mesh.axis_names if axis in names)
 
