@@ -162,60 +162,60 @@ class FingerprintTable:
 
     def leave(self) -> None:
         """Announce that this process exits normally."""
-        self._mine[self._left_word] = 1
+        self._mine[self._exit_word] = 1
 
     def enter(
         self,
         sequence: int,
-        header: int,
+        fingerprint: int,
         sent: Sequence[int] = (),
-        taken: Sequence[int] = (),
+        received: Sequence[int] = (),
     ) -> list[int]:
         """Write the fingerprint of call ``sequence``; return the ranks with another fingerprint.
 
         Args:
             sequence: the call's number, from 1.
-            header: its fingerprint.
-            sent, taken: the sizes sent to, and received from, each rank in an uneven collective.
+            fingerprint: its fingerprint.
+            sent, received: the sizes sent to, and received from, each rank in an uneven collective.
         """
         if self._missing:
             self._find_missing()
         if sent:
-            self._write_uneven(sequence, sent, taken)
-        word = (sequence & _LOW) << 32 | header
-        place = sequence % WINDOW
-        self._mine[place] = word
-        return self._differing(sequence, word, sent, taken)
+            self._write_uneven(sequence, sent, received)
+        word = (sequence & _LOW) << 32 | fingerprint
+        slot = sequence % WINDOW
+        self._mine[slot] = word
+        return self._differing(sequence, word, sent, received)
 
     def look_again(self, sequence: int) -> list[int] | None:
         """Return the ranks whose call differs, None while some have not called."""
         # Call it before the words of that call are overwritten.
-        place = sequence % WINDOW
-        word = self._mine[place]
+        slot = sequence % WINDOW
+        word = self._mine[slot]
         if word >> 32 != sequence & _LOW:
             return None
         if self._missing:
             self._find_missing()
         sent: Sequence[int] = ()
-        taken: Sequence[int] = ()
+        received: Sequence[int] = ()
         start = self._uneven_start(sequence)
         if self._mine[start] == sequence:
             sizes = self._mine[start + 1 : start + self._uneven_words].tolist()
-            sent, taken = sizes[: self._size], sizes[self._size :]
+            sent, received = sizes[: self._size], sizes[self._size :]
         # In this order, a word that arrives in between is compared at the next look.
-        is_one_lagging = any(_is_lagging(view[place] >> 32, sequence) for _, view in self._views)
-        differing = self._differing(sequence, word, sent, taken)
+        is_one_lagging = any(_is_lagging(view[slot] >> 32, sequence) for _, view in self._views)
+        differing = self._differing(sequence, word, sent, received)
         return None if not differing and (is_one_lagging or self._missing) else differing
 
     def _differing(
-        self, sequence: int, word: int, sent: Sequence[int], taken: Sequence[int]
+        self, sequence: int, word: int, sent: Sequence[int], received: Sequence[int]
     ) -> list[int]:
-        place = sequence % WINDOW
+        slot = sequence % WINDOW
         differing = []
         for member, view in self._views:
-            theirs = view[place]
+            theirs = view[slot]
             if theirs == word:
-                if sent and not self._fits(sequence, member, view, sent, taken):
+                if sent and not self._fits(sequence, member, view, sent, received):
                     differing.append(member)
             elif theirs >> 32 == word >> 32 and self._regions.is_current(member):
                 differing.append(member)
@@ -263,23 +263,23 @@ class FingerprintTable:
         """Wait for all ranks in call ``sequence``; return mismatched ranks, None on timeout."""
         found: list[list[int]] = []
 
-        def have_come() -> bool:
+        def have_arrived() -> bool:
             differing = self.look_again(sequence)
             if differing is not None:
                 found.append(differing)
             return bool(found)
 
-        wait_until(have_come, Deadline(timeout), check, longest_pause_s=_SHORT_PAUSE_S)
+        wait_until(have_arrived, Deadline(timeout), check, longest_pause_s=_SHORT_PAUSE_S)
         return found[0] if found else None
 
-    def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
+    def note(self, peer: int, tag: int, fingerprint: int, *, is_send: bool) -> int | None:
         """Record a message's fingerprint; return its number if the peer's differs."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()
             log = self._messages.get(peer)
             kind = tag << 1 | (not is_send)
-            return None if log is None else log.note(kind, header) or None
+            return None if log is None else log.note(kind, fingerprint) or None
 
     def recv_any(self, tag: int) -> None:
         """Record a receive from any rank; stop comparing messages with ``tag``."""
@@ -312,7 +312,7 @@ class FingerprintTable:
                 self._publish_later()
 
     @property
-    def _left_word(self) -> int:
+    def _exit_word(self) -> int:
         return self.num_words(self._size) - 1
 
     def _find_missing(self) -> None:
@@ -326,10 +326,10 @@ class FingerprintTable:
                     self._missing.remove(member)
                     self._views.append((member, view))
 
-    def _write_uneven(self, sequence: int, sent: Sequence[int], taken: Sequence[int]) -> None:
+    def _write_uneven(self, sequence: int, sent: Sequence[int], received: Sequence[int]) -> None:
         start = self._uneven_start(sequence)
-        for place, value in enumerate((*sent, *taken), start + 1):
-            self._mine[place] = value
+        for index, value in enumerate((*sent, *received), start + 1):
+            self._mine[index] = value
         self._mine[start] = sequence
 
     def _fits(
@@ -338,15 +338,15 @@ class FingerprintTable:
         member: int,
         view: memoryview,
         sent: Sequence[int],
-        taken: Sequence[int],
+        received: Sequence[int],
     ) -> bool:
         start = self._uneven_start(sequence)
         for is_last_look in (False, True):
             sent_to_me = view[start + 1 + self._member]
-            taken_from_me = view[start + 1 + self._size + self._member]
+            received_from_me = view[start + 1 + self._size + self._member]
             if view[start] != sequence:  # overwritten
                 return True
-            if sent_to_me == taken[member] and taken_from_me == sent[member]:
+            if sent_to_me == received[member] and received_from_me == sent[member]:
                 return True
             if not is_last_look:  # words may arrive in another order than they were written
                 time.sleep(_REORDERING_S)

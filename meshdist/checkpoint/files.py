@@ -213,10 +213,10 @@ class OpenFiles:
         except SafetensorError as error:
             raise damaged(self._folder, f"{piece.file}: {error}") from None
         starts = tuple(start for start, _ in piece.box)
-        wanted = DTYPES_IN_FILES[dtype].in_files, shape_of(piece.box), starts
-        if found != wanted:
+        expected_facts = DTYPES_IN_FILES[dtype].in_files, shape_of(piece.box), starts
+        if found != expected_facts:
             raise damaged(
-                self._folder, f"{piece.file}: {name} is {found}; in the manifest {wanted}"
+                self._folder, f"{piece.file}: {name} is {found}; in the manifest {expected_facts}"
             )
 
     def header(self, file: str) -> dict[str, FingerprintFacts]:
@@ -277,13 +277,13 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
 
 def check_manifest(folder: str, manifest: Manifest) -> None:
     """Raise CheckpointError unless this rank sees the same manifest file."""
-    wanted = manifest.ending.encode()
-    if not wanted:
+    expected_facts = manifest.ending.encode()
+    if not expected_facts:
         return
     with open(os.path.join(folder, NAME), "rb") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - len(wanted), 0))
+        file.seek(max(os.fstat(file.fileno()).st_size - len(expected_facts), 0))
         found = file.read()
-    if found != wanted:
+    if found != expected_facts:
         raise CheckpointError(
             "this rank sees a different checkpoint at this path than the first rank",
             where=folder,
@@ -355,12 +355,12 @@ def _lock_file(path: str, flags: int = 0, *, shared: bool = False) -> int | None
     opened = os.open(path, os.O_RDWR | flags, 0o666)
     try:
         fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        is_mine = os.fstat(opened).st_ino == os.stat(path).st_ino
+        is_own = os.fstat(opened).st_ino == os.stat(path).st_ino
     except (BlockingIOError, FileNotFoundError):
-        is_mine = False
+        is_own = False
     except OSError:
-        is_mine = shared or bool(flags & os.O_CREAT)
-    if is_mine:
+        is_own = shared or bool(flags & os.O_CREAT)
+    if is_own:
         _locks.add(opened)
         return opened
     os.close(opened)

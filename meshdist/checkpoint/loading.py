@@ -100,7 +100,7 @@ def load(
     """
     call = "checkpoint.load"
     members = Members(mesh_of(state, mesh, call), call)
-    members.all_do(staging_of(members.world).settle)
+    members.all_do(staging_of(members.world).finalize)
     folder, manifest = members.first_does(lambda: read_manifest(checked_path(call, path)))
     tree, error = read_state(call, state, mesh, manifest)
     values: dict[str, Any] = {}
@@ -146,7 +146,7 @@ class _ArrayReader:
             if entry.num_bytes < SMALL and entry.saved_by != "each"
         }
         small = [(whole_box(x.shape), x.tensor.dtype.itemsize) for x in self._small.values()]
-        parts = own_parts(small, members.place, len(members.ranks))
+        parts = own_parts(small, members.group_rank, len(members.ranks))
         self._large = {name: x for name, x in entries.items() if name not in self._small}
         self._shared = self._find_shared()
         self._boxes = {
@@ -242,7 +242,7 @@ class _ArrayReader:
         found = [(piece, name) for name, array in arrays.items() for piece in array.pieces]
         found.sort(key=lambda each: (each[0].file, each[1]))
         boxes = [(piece.box, arrays[name].torch_dtype.itemsize) for piece, name in found]
-        parts = own_parts(boxes, self._members.place, len(self._members.ranks), small=_NEVER)
+        parts = own_parts(boxes, self._members.group_rank, len(self._members.ranks), small=_NEVER)
         for (piece, name), part in zip(found, parts, strict=True):
             if part is None:
                 continue
@@ -264,16 +264,16 @@ class _ArrayReader:
 
     def _load_small(self, batch: dict[str, StateArray]) -> None:
         """Read some arrays on each rank, and share them by an all-reduce; collective."""
-        places, total = {}, 0
+        offsets, total = {}, 0
         for name, entry in batch.items():
-            places[name] = total
+            offsets[name] = total
             total += -(-entry.num_bytes // 8) * 8
         group = self._members.group
         line = torch.zeros(total, dtype=torch.uint8, device="cpu")
 
         def part(name: str, of: torch.Tensor) -> torch.Tensor:
             entry = batch[name]
-            found = of[places[name] : places[name] + entry.num_bytes]
+            found = of[offsets[name] : offsets[name] + entry.num_bytes]
             return found.view(entry.tensor.dtype).view(entry.shape)
 
         def read() -> None:

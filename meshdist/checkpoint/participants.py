@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..bootstrap.world import World, find_unjoined_place, find_world
+from ..bootstrap.world import World, find_launched_rank, find_world
 from ..collectives.objects import broadcast_object_list, gather_from_all
 from ..collectives.value_comparison import agree
 from ..error_text import fields_among, first_line, ranks_text
@@ -38,7 +38,7 @@ class Members:
             )
         if mesh is not None:
             coordinate_in(mesh, call)
-        if find_world() is not None or find_unjoined_place() is not None:
+        if find_world() is not None or find_launched_rank() is not None:
             # The arrays may define a mesh of all ranks, but a failing rank may lack the arrays and
             # uses the group of all ranks. Use this group here, too.
             self.group = resolve_group(None)
@@ -46,8 +46,8 @@ class Members:
                 self.group = mesh.open_group()
         self.ranks: Sequence[int] = (0,) if self.group is None else self.group.ranks
         self.rank = 0 if self.group is None else self.group.world.rank
-        self.place = self.ranks.index(self.rank)
-        self.is_first = self.place == 0
+        self.group_rank = self.ranks.index(self.rank)
+        self.is_first = self.group_rank == 0
 
     @property
     def world(self) -> World | None:

@@ -130,7 +130,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     members = Members(mesh or find_mesh(tree.arrays.values()), call)
 
     def read() -> Facts:
-        staging_of(members.world).settle()
+        staging_of(members.world).finalize()
         final = checked_path(call, path)
         if error is not None:
             raise error
@@ -211,5 +211,5 @@ def _holding(entry: StateArray, members: Members) -> Holding:
     if entry.sharding is not None:
         return holding_of(entry.sharding, entry.shape, itemsize, rank)
     if entry.saved_by == "all":
-        return Holding(entry.box(rank), itemsize, "all", members.place, len(members.ranks))
+        return Holding(entry.box(rank), itemsize, "all", members.group_rank, len(members.ranks))
     return Holding(entry.box(rank), itemsize)

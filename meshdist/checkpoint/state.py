@@ -259,9 +259,9 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
             found=str(drawn["bit_generator"]),
             fix="pass rng=False to State, and save the generator's state as a leaf",
         )
-    place, axes = drawn["state"], find_seeded_axes()
+    mt19937, axes = drawn["state"], find_seeded_axes()
     python = [*words, pair is not None, pair or 0.0]
-    numpy = [*place["key"].tolist(), place["pos"], drawn["has_gauss"], drawn["gauss"]]
+    numpy = [*mt19937["key"].tolist(), mt19937["pos"], drawn["has_gauss"], drawn["gauss"]]
     tree = {
         "torch": EachRanks(torch.get_rng_state()),
         "python": EachRanks(torch.tensor(python, dtype=torch.float64, device="cpu")),
@@ -294,7 +294,7 @@ def _seed_again(saved: Manifest, members: Members) -> None:
     number, num_states = sums[0], len({*sums})
     axes = saved.leaves["rng.differ_over"]
     if axes is None:  # seeded without md.seed, equally on all ranks or not
-        number += members.place if num_states > 1 else 0
+        number += members.group_rank if num_states > 1 else 0
         torch.manual_seed(number)
         np.random.seed(number % (1 << 32))
         random.seed(number)

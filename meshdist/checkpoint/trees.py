@@ -272,11 +272,11 @@ def facts_of_global_arrays(entries: Mapping[str, StateArray], members: Members) 
     """Return a text per array, equal on all ranks; raise if a part mismatches its spec."""
     for name, entry in entries.items():
         if entry.sharding is not None:
-            wanted = entry.sharding.shard_shape(entry.shape, members.rank)
-            if wanted != tuple(entry.tensor.shape):
+            expected_shape = entry.sharding.shard_shape(entry.shape, members.rank)
+            if expected_shape != tuple(entry.tensor.shape):
                 raise CheckpointError(
                     f"{members.call}: the shards of {name} do not form a global array",
-                    expected=f"shape {wanted}, the shard of {entry.shape} by "
+                    expected=f"shape {expected_shape}, the shard of {entry.shape} by "
                     f"{entry.sharding.spec!r}",
                     found=f"shape {tuple(entry.tensor.shape)}",
                     fix="annotate it with its sharding: md.annotate(x, spec)",
@@ -323,7 +323,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
         if saved_by == "each":
             entry.tensor = entry.tensor[None]
             entry.shape = (len(members.ranks), *entry.shape)
-            entry.row = members.place
+            entry.row = members.group_rank
         if spec is not None and any(map(axes_of, spec.partitions)):
             if members.mesh is None:
                 raise MeshError(
@@ -405,8 +405,8 @@ def _sampled(x: torch.Tensor) -> torch.Tensor:
         return x
     # As signed integers, since torch can take elements of these.
     bits = x.resolve_conj().resolve_neg().view(_NUMBERS[x.dtype.itemsize])
-    places = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
-    return bits.take(places).view(x.dtype)
+    indices = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
+    return bits.take(indices).view(x.dtype)
 
 
 def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:

@@ -135,17 +135,17 @@ def module_state(
     state: dict[str, torch.Tensor] = dict(module.named_parameters())
     if with_buffers:
         state.update(module.named_buffers())
-    left_out = set(ignored)
-    return {name: tensor for name, tensor in state.items() if name not in left_out}
+    excluded = set(ignored)
+    return {name: tensor for name, tensor in state.items() if name not in excluded}
 
 
 def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Parameter]:
     """Return the parameters that require a gradient and are not ignored, by name."""
-    left_out = set(ignored)
+    excluded = set(ignored)
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and name not in left_out
+        if parameter.requires_grad and name not in excluded
     }
 
 
@@ -337,7 +337,7 @@ def delayed_indices(
             expected="both arguments, or neither",
             fix=f"pass {lacking} too",
         )
-    places = {id(parameter): index for index, parameter in enumerate(parameters)}
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     pairs = [*delayed]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise KindError(
@@ -346,13 +346,13 @@ def delayed_indices(
             fix="pass for example list(module.named_parameters())",
         )
     for name, parameter in [*pairs, ("param_to_hook_all_reduce", trigger)]:
-        if id(parameter) not in places:
+        if id(parameter) not in indices:
             raise ArgumentError(
                 f"{name} is not a trainable parameter of the module",
                 expected="delayed parameters, and the parameter they wait for, from the module",
                 fix="take them from module.named_parameters()",
             )
-    return frozenset(places[id(parameter)] for _, parameter in pairs), places[id(trigger)]
+    return frozenset(indices[id(parameter)] for _, parameter in pairs), indices[id(trigger)]
 
 
 def find_devices(

@@ -118,12 +118,12 @@ _LARGEST_CONTAINER = 1000
 def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str]:
     """Return the variable names of tensors, by ``id``, in ``frame`` and its callers."""
     # For example `weight`, `model.0.bias` of a parameter, or `params['head']` in a tree.
-    wanted = {id(tensor) for tensor in tensors}
+    identities = {id(tensor) for tensor in tensors}
     found: dict[int, str] = {}
     here: FrameType | None = frame
-    while here is not None and len(found) < len(wanted):
+    while here is not None and len(found) < len(identities):
         for name, tensor in _held(here.f_locals):
-            if id(tensor) in wanted:
+            if id(tensor) in identities:
                 found.setdefault(id(tensor), name)
         here = here.f_back
     return found

@@ -194,7 +194,7 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
         whole = ", ".join(paths)
         if len(whole) > _SHOWN_LETTERS:
             whole = f"{whole[:_SHOWN_LETTERS]}... ({len(paths)}, {crc32(whole.encode()):08x})"
-        names = [f"{path}, leaf {place} of {whole}" for place, path in enumerate(paths, 1)]
+        names = [f"{path}, leaf {index} of {whole}" for index, path in enumerate(paths, 1)]
         found = paths, paths if paths == ["x"] else names
         # Do not cache trees with user objects, because the cache would keep the objects alive.
         is_plain = all(type(step.entry) in (str, int) for path in accessors for step in path)

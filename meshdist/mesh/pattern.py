@@ -222,7 +222,7 @@ class _PatternReader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens: list[_Token] = []
-        self.place = 0
+        self.position = 0
         at = 0
         while match := _TOKEN.match(text, at):
             kind = match.lastgroup or ""
@@ -245,11 +245,11 @@ class _PatternReader:
             self.take("->", "")
             result = self.side()
         if self.next.kind != "end":
-            after_kinds = self.tokens[self.place - 1].kind == "}"
+            after_kinds = self.tokens[self.position - 1].kind == "}"
             parts = [] if after_kinds else ["a dim", '"{"']
             parts += ['","', '"->"'] if result is None else []
             expected = ", ".join(parts) + " or the end" if parts else "the end"
-            at, following = self.next, self.tokens[self.place + 1 : self.place + 2]
+            at, following = self.next, self.tokens[self.position + 1 : self.position + 2]
             fix = None
             if at.kind == "," and result is not None and following and following[0].kind == "name":
                 fix = _missing_brackets(result.dims, [Dim((following[0].text,))])
@@ -264,7 +264,7 @@ class _PatternReader:
         while True:
             token = self.next
             if token.kind in ("name", "number", "..."):
-                self.place += 1
+                self.position += 1
                 if token.kind == "number" and token.text != "1":
                     self.fail(token.start, "the name of a dim, or 1", token.shown)
                 if token.kind != "number":
@@ -318,7 +318,7 @@ class _PatternReader:
             found[kind.text] += self.axis_list(axes)
             if self.next.kind != ";":
                 break
-            self.place += 1
+            self.position += 1
         self.take("}", '",", ";" or "}"')
         return found["U"], found["R"]
 
@@ -327,9 +327,9 @@ class _PatternReader:
         at = self.next
         if at.kind != "@":
             return ()
-        if self.tokens[self.place - 1].stop != at.start:
+        if self.tokens[self.position - 1].stop != at.start:
             self.fail(at.start - 1, '"@" right after its dim', "a space")
-        self.place += 1
+        self.position += 1
         after = self.next
         if after.kind != "end" and after.start != at.stop:
             self.fail(at.stop, f'{_AXIS} right after "@"', "a space")
@@ -337,7 +337,7 @@ class _PatternReader:
             token = self.take("name", f'{_AXIS}, or several in brackets: "(dp,tp)"')
             self.note(token, axes, "mesh axis")
             return (token.text,)
-        self.place += 1
+        self.position += 1
         listed = self.axis_list(axes)
         self.take(")", '"," or ")" after a mesh axis')
         return listed
@@ -345,7 +345,7 @@ class _PatternReader:
     def axis_list(self, axes: set[str]) -> tuple[str, ...]:
         listed: list[str] = []
         while not listed or self.next.kind == ",":
-            self.place += bool(listed)
+            self.position += bool(listed)
             token = self.take("name", _AXIS)
             self.note(token, axes, "mesh axis")
             listed.append(token.text)
@@ -355,15 +355,15 @@ class _PatternReader:
 
     @property
     def next(self) -> _Token:
-        if self.place < len(self.tokens):
-            return self.tokens[self.place]
+        if self.position < len(self.tokens):
+            return self.tokens[self.position]
         return _Token("end", "", len(self.text), len(self.text))
 
     def take(self, kind: str, expected: str) -> _Token:
         token = self.next
         if token.kind != kind:
             self.fail(token.start, expected, token.shown)
-        self.place += 1
+        self.position += 1
         return token
 
     def note(self, token: _Token, seen: set[str], what: str) -> None:
@@ -372,7 +372,7 @@ class _PatternReader:
         seen.add(token.text)
 
     def fail_at_sign(self, dims: list[Dim]) -> NoReturn:
-        sign, before = self.next, self.tokens[self.place - 1] if self.place else None
+        sign, before = self.next, self.tokens[self.position - 1] if self.position else None
         if dims and dims[-1].axes and before is not None and before.stop == sign.start:
             both = Dim(dims[-1].names, (*dims[-1].axes, "..."))
             self.fail(sign.start, f"several axes in brackets: {both}", "a second '@'")

@@ -56,12 +56,14 @@ class _Svg:
         digits = max(len(str(layout.largest_rank)), len(str(layout.sizes[-1] - 1)), 3)
         self.cell_width = 16 + digits * self.character_width
         self.label_width = 12 + self.character_width * max(len(corner(layout)), 4)
-        room = width - 2 * self.margin
-        max_columns = (room - self.label_width) // self.cell_width
+        available = width - 2 * self.margin
+        max_columns = (available - self.label_width) // self.cell_width
         max_rows = 16 if layout.ndim <= 2 else 8
         num_columns = min(max(max_columns, 3), layout.sizes[-1])
         table_width = self.label_width + num_columns * self.cell_width
-        self.per_line = tables_per_line(layout, (room + self.margin) // (table_width + self.margin))
+        self.per_line = tables_per_line(
+            layout, (available + self.margin) // (table_width + self.margin)
+        )
         self.view = View.of(layout, marks, 4 * self.per_line, max_rows, max_columns)
         self.parts: list[str] = []
 
@@ -149,8 +151,8 @@ class _Svg:
         self, x: int, y: int, width: int, height: int, fill: str, is_framed: bool = False
     ) -> None:
         stroke = '"#d6336c" stroke-width="3"' if is_framed else '"#999999" stroke-width="1"'
-        place = f'x="{x}" y="{y}" width="{width}" height="{height}"'
-        self.parts.append(f'<rect {place} fill="{fill}" stroke={stroke}/>')
+        bounds = f'x="{x}" y="{y}" width="{width}" height="{height}"'
+        self.parts.append(f'<rect {bounds} fill="{fill}" stroke={stroke}/>')
 
     def _write(
         self,

@@ -453,8 +453,8 @@ class _Facts:
 def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     mesh = target.mesh
     rank = _checked_root(root, "device_put", mesh)
-    place = mesh.open_group().ranks.index(rank)
-    tensor, facts = _share_facts(x, target, place, is_root=mesh.get_rank() == rank)
+    group_rank = mesh.open_group().ranks.index(rank)
+    tensor, facts = _share_facts(x, target, group_rank, is_root=mesh.get_rank() == rank)
     # A scalar has no dim to divide among replicas.
     shape = facts.shape or (1,)
     wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
@@ -477,24 +477,26 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
 
 
 def _share_facts(
-    x: Any, target: NamedSharding, place: int, *, is_root: bool
+    x: Any, target: NamedSharding, group_rank: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
     """Return (root's tensor, else None; its facts); raise the root's errors on all ranks."""
-    told: list[Any] = [None]
+    shared: list[Any] = [None]
     tensor = None
     if is_root:
         try:
-            tensor = _checked_whole(x, target)
-            told = [_Facts(tuple(tensor.shape), tensor.dtype, library_of(x), tensor.requires_grad)]
+            tensor = _checked_global(x, target)
+            shared = [
+                _Facts(tuple(tensor.shape), tensor.dtype, library_of(x), tensor.requires_grad)
+            ]
         except MeshdistError as error:
-            told = [error]
-    broadcast_object_list(told, group=target.mesh.open_group(), group_src=place)
-    if isinstance(told[0], MeshdistError):
-        raise told[0]
-    return tensor, told[0]
+            shared = [error]
+    broadcast_object_list(shared, group=target.mesh.open_group(), group_src=group_rank)
+    if isinstance(shared[0], MeshdistError):
+        raise shared[0]
+    return tensor, shared[0]
 
 
-def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
+def _checked_global(x: Any, target: NamedSharding) -> torch.Tensor:
     where = f"the root, {mesh_text(target.mesh)}"
     if x is None or isinstance(x, ShardedArray):
         raise KindError(

@@ -288,10 +288,10 @@ class EinsumPlan:
                 gradient of operand 0: all-reduce over tp, 2 ranks: 2 x 4; 32 bytes in, ...
         """
         mesh = self.result.layout
-        place = self.result.coordinate
+        coordinate = self.result.coordinate
         lines = [
-            f"einsum {self.layout.text!r}: rank {mesh.rank_at(place)} "
-            f"({mesh.coordinate_text(mesh.rank_at(place))}) of mesh ({mesh.axis_text()})"
+            f"einsum {self.layout.text!r}: rank {mesh.rank_at(coordinate)} "
+            f"({mesh.coordinate_text(mesh.rank_at(coordinate))}) of mesh ({mesh.axis_text()})"
         ]
         lines += [f"  {self._axis_text(axis)}" for axis in range(mesh.ndim)]
         named = [(f"operand {at}", plan) for at, plan in enumerate(self.operands)]

@@ -180,7 +180,9 @@ class ContextMode(TorchFunctionMode):
         # results. At debug level DETAIL it is empty, because each operation must add its leaves to
         # ``leaves``, in the order of their first use, which is the same on all ranks.
         self.is_checked = is_checked()
-        self.settled: dict[str, Any] = {} if self.is_checked else {INVARIANT: type_alone(INVARIANT)}
+        self.known_types: dict[str, Any] = (
+            {} if self.is_checked else {INVARIANT: type_alone(INVARIANT)}
+        )
         self.leaves: dict[int, torch.Tensor] = {}
         # The keys are the operands' types, and the linearity if an operand is unreduced.
         self.joins: dict[Any, JoinedType] = {}
@@ -253,7 +255,7 @@ class ContextMode(TorchFunctionMode):
                 found = made
                 self.joins[(key, linearity) if linearity else key] = found
                 if not linearity and not self.is_checked:
-                    self.settled.update(
+                    self.known_types.update(
                         (text, type_alone(text))
                         for text in texts
                         if "U" not in kinds_in(text).values()
@@ -326,8 +328,8 @@ def find_context(*, is_awake: bool = True) -> ContextMode | None:
         is_awake: False returns the thread's context even if it sees no calls.
     """
     if is_mode_enabled() or not is_awake:
-        for place in range(num_modes() - 1, -1, -1):
-            mode = mode_at(place)
+        for index in range(num_modes() - 1, -1, -1):
+            mode = mode_at(index)
             if isinstance(mode, ContextMode):
                 return None if is_awake and mode.is_asleep else mode
     return None

@@ -83,11 +83,13 @@ def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, differing: Collection
     first, *others = (
         mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *differing)
     )
-    ways = [
+    differences = [
         [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
         for other in others
     ]
-    named = {axis for way in ways if len(way) == min(map(len, ways)) for axis in way}
+    named = {
+        axis for axes in differences if len(axes) == min(map(len, differences)) for axis in axes
+    }
     return axes_argument([axis for axis in mesh.axis_names if axis in named])
 
 

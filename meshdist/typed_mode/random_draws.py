@@ -225,16 +225,18 @@ def varying_axes(
     if seeded == layout:
         return axes
     indices = seeded.axis_indices(axes)
-    places = {}
+    indices_of = {}
     for rank in layout.ranks().ravel().tolist():
         coordinate = seeded.coordinate_of(rank)
         if coordinate is None:
             return None
-        places[rank] = tuple(coordinate[index] for index in indices)
+        indices_of[rank] = tuple(coordinate[index] for index in indices)
     return tuple(
         name
         for axis, name in enumerate(layout.axis_sizes)
-        if any(len({places[rank] for rank in group}) > 1 for group in layout.groups_of_axis(axis))
+        if any(
+            len({indices_of[rank] for rank in group}) > 1 for group in layout.groups_of_axis(axis)
+        )
     )
 
 
