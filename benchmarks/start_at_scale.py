@@ -238,7 +238,7 @@ def run(
     meeting = threading.Barrier(size, note)
 
     def stand_in(rank: int) -> None:
-        handle = StandInStore(stores[rank], LONG, is_served_here=True)  # asks without a thread
+        handle = StandInStore(stores[rank], LONG, is_hosted_here=True)  # asks without a thread
         attempt = RendezvousRound(
             handle, rank, size, LONG, "stand-ins", ("stand-in",), rank % PER_HOST
         )
@@ -292,7 +292,7 @@ def run(
         mock.patch.object(timeout_store, "POLL_S", max(1.0, size / 1000)),
         mock.patch.object(communicators, "ControlThread", NoControlThread),
         # Which counts the files of the process that they share.
-        mock.patch.object(backend_registry, "make_descriptor_room", return_value=""),
+        mock.patch.object(backend_registry, "raise_descriptor_limit", return_value=""),
         mock.patch.object(host_comparison, "make_shared_words", return_value=None),
     )
     with serve() as (connect, cpu_s), ExitStack() as stack:

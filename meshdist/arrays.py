@@ -4,7 +4,7 @@ A NumPy or CuPy array becomes a torch tensor that shares its memory, so in-place
 the caller's array. Libraries are looked up in ``sys.modules``, never imported.
 
 ``as_tensor`` imports CuPy arrays by DLPack, which makes torch's current stream wait for CuPy's
-queued work; ``like`` exports the same way. The function from ``find_hand_back`` makes CuPy's
+queued work; ``like`` exports the same way. The function from ``find_cupy_sync`` makes CuPy's
 current stream wait for torch's work on arrays that a collective used.
 """
 
@@ -35,7 +35,7 @@ _recorded_streams: dict[int, Any] = {}
 memory, and the process crashes if the stream was destroyed."""
 
 _SHARED_DTYPES = frozenset(facts.name for facts in DTYPES.values() if facts.is_in_numpy)
-_SERVED = "a torch tensor, or an array of NumPy or CuPy"
+_ARRAY_KINDS = "a torch tensor, or an array of NumPy or CuPy"
 
 
 def as_tensor(x: Array, *, argument: str, operation: str, writable: bool = True) -> torch.Tensor:
@@ -88,7 +88,7 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
     raise _wrong_kind(original, "original", "like")
 
 
-def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
+def find_cupy_sync(arrays: Sequence[Array]) -> Callable[[], None] | None:
     """Return a function that makes CuPy's streams wait for torch's; None without CuPy arrays."""
     # Each call makes CuPy's current stream on the arrays' devices wait, by an event, for torch's
     # current stream there; the host does not wait. Both streams belong to the calling thread, so
@@ -98,10 +98,10 @@ def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
     if "cupy" not in sys.modules:  # by far the most frequent
         return None
     of_cupy = [x for x in arrays if is_of("cupy", x, "ndarray")]
-    return partial(_hand_back, of_cupy) if of_cupy else None
+    return partial(_sync_cupy, of_cupy) if of_cupy else None
 
 
-def _hand_back(arrays: Sequence[Array]) -> None:
+def _sync_cupy(arrays: Sequence[Array]) -> None:
     for device in {x.device.id for x in arrays}:
         theirs, ours = _cupys_stream(device), torch.cuda.current_stream(device)
         if theirs != ours:
@@ -124,19 +124,19 @@ def _cupys_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(pointer, device)
 
 
-StreamPlace: TypeAlias = tuple[torch.cuda.Stream, torch.cuda.Event]
+StreamPoint: TypeAlias = tuple[torch.cuda.Stream, torch.cuda.Event]
 """A stream, and an event on it."""
 
 
-def record_event(device: torch.device) -> StreamPlace:
+def record_event(device: torch.device) -> StreamPoint:
     """Record an event on the current stream of ``device``; return that stream and the event."""
     stream = torch.cuda.current_stream(device)
     return stream, stream.record_event()
 
 
-def follow(place: StreamPlace) -> None:
+def follow(point: StreamPoint) -> None:
     """Make this thread's current stream wait for the event, unless it is the event's stream."""
-    stream, event = place
+    stream, event = point
     current = torch.cuda.current_stream(stream.device)
     if current != stream:
         current.wait_event(event)
@@ -172,11 +172,11 @@ def apart_from_all(
     begin = min(output.data_ptr() for output in outputs)
     end = max(output.data_ptr() + output.nbytes for output in outputs)
     found = list(tensors)
-    for place, tensor in enumerate(found):
+    for index, tensor in enumerate(found):
         if begin < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
             for output in outputs:
                 tensor = apart(tensor, output)
-            found[place] = tensor
+            found[index] = tensor
     return found
 
 
@@ -207,7 +207,7 @@ def _checked_tensor(x: torch.Tensor, argument: str, operation: str) -> torch.Ten
             f"{operation} cannot take a nested tensor as {argument}: its parts have different "
             "sizes",
             where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
-            expected=_SERVED,
+            expected=_ARRAY_KINDS,
             fix=f"pass its dense parts one at a time: {argument}.unbind()",
         )
     if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
@@ -216,7 +216,7 @@ def _checked_tensor(x: torch.Tensor, argument: str, operation: str) -> torch.Ten
             f"{operation} cannot take {with_article(type(x).__name__)} as {argument}: it does not "
             "store its values itself",
             where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
-            expected=_SERVED,
+            expected=_ARRAY_KINDS,
             fix=f"pass {shard if hasattr(x, 'to_local') else 'the plain tensor that it wraps'}",
         )
     if x.dtype in QUANTIZED:
@@ -248,7 +248,7 @@ def _from_numpy(x: Any, argument: str, operation: str, writable: bool) -> torch.
         if writable:
             raise KindError(
                 f"{operation} cannot write into {argument}: a NumPy scalar is immutable",
-                expected=_SERVED,
+                expected=_ARRAY_KINDS,
                 found=f"numpy.{type(x).__name__}",
                 fix=f"pass an array: {argument} = numpy.array({argument})",
             )
@@ -260,7 +260,7 @@ def _from_numpy(x: Any, argument: str, operation: str, writable: bool) -> torch.
             f"{operation} cannot take {with_article(type(x).__name__)} as {argument}: only its "
             "plain values would be sent",
             where=_where(x, argument, operation),
-            expected=_SERVED,
+            expected=_ARRAY_KINDS,
             fix=f"pass numpy.asarray({argument}) to send only its values",
         )
     _check_memory(array, argument, operation)
@@ -333,5 +333,7 @@ def _wrong_kind(x: Any, argument: str, operation: str) -> KindError:
     elif hasattr(x, "__dlpack__"):
         fix = f"pass torch.from_dlpack({argument}), or a copy if its library forbids writing"
     return KindError(
-        f"{operation} cannot take {with_article(name)} as {argument}", expected=_SERVED, fix=fix
+        f"{operation} cannot take {with_article(name)} as {argument}",
+        expected=_ARRAY_KINDS,
+        fix=fix,
     )

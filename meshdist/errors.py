@@ -97,7 +97,7 @@ class MeshdistError(ExplainedError):
 
 
 class ArgumentError(MeshdistError, ValueError, RuntimeError):
-    """An argument has an unsupported value; nothing was sent."""
+    """An argument has an unsupported value; a call that raises it or a subclass sent nothing."""
 
 
 class KindError(ArgumentError, TypeError):
@@ -229,7 +229,7 @@ class CheckpointError(MeshdistError, OSError):
 
 
 class AxisTypeError(MeshdistError, TypeError):
-    """An operation does not support the axis types of its operands; nothing was sent."""
+    """An operation does not support the axis types of its operands."""
 
 
 class VaryingNumberWarning(UserWarning):

@@ -78,7 +78,7 @@ class Route:
     _entries: torch.Tensor = field(repr=False)  # its indices of the sent rows, in order
     _by_expert: torch.Tensor = field(repr=False)  # the index of each row among received rows
     _sent: tuple[int, ...] = field(repr=False)  # rows sent to each rank
-    _taken: tuple[int, ...] = field(repr=False)  # rows received from each rank
+    _received: tuple[int, ...] = field(repr=False)  # rows received from each rank
     _empty: torch.Tensor | None = field(repr=False)  # the rows, if this rank received none
 
 
@@ -228,10 +228,10 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
             .repeat_interleave(theirs.ravel())
         )
         by_expert = of_rows.argsort(stable=True).to(x.device)
-    taken = tuple(theirs.sum(1).tolist())
-    rows = call_function(_Taken, x, entries // chosen.shape[1], len(x))
-    rows = exchange_rows(rows, group, sent, taken, op_name)
-    rows = call_function(_Taken, rows, by_expert, len(rows))
+    received = tuple(theirs.sum(1).tolist())
+    rows = call_function(_TakeRows, x, entries // chosen.shape[1], len(x))
+    rows = exchange_rows(rows, group, sent, received, op_name)
+    rows = call_function(_TakeRows, rows, by_expert, len(rows))
     route = Route(
         counts=like(theirs.sum(0).to(x.device), tokens),
         _axes=axes,
@@ -239,7 +239,7 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
         _entries=entries,
         _by_expert=by_expert,
         _sent=sent,
-        _taken=taken,
+        _received=received,
         _empty=None if len(rows) else rows,
     )
     return like(rows, tokens), route
@@ -314,7 +314,7 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
     """Send rows back along ``route``; return their weighted sum for each token."""
     y = as_tensor(rows, argument="rows", operation="experts.combine", writable=False)
     group = resolve_group(route._axes)
-    num_rows = sum(route._taken)
+    num_rows = sum(route._received)
     if y.shape[:1] != (num_rows,):
         raise ShapeError(
             "experts.combine: rows must correspond to the rows that experts.dispatch returned",
@@ -341,40 +341,40 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
         # still reach both exchanges, because the other ranks wait there.
         y = y + route._empty.sum().to(y.dtype)
     op_name = f"experts.combine({_row_text(y)})"
-    y = call_function(_Added, y, route._by_expert, num_rows)
-    y = exchange_rows(y, group, route._taken, route._sent, op_name)
+    y = call_function(_AddRows, y, route._by_expert, num_rows)
+    y = exchange_rows(y, group, route._received, route._sent, op_name)
     y = y if factors is None else y * factors
     num_tokens, num_chosen = route._shape
-    return like(call_function(_Added, y, route._entries // num_chosen, num_tokens), rows)
+    return like(call_function(_AddRows, y, route._entries // num_chosen, num_tokens), rows)
 
 
-class _Taken(LinearFunction):
+class _TakeRows(LinearFunction):
     """Autograd function that selects rows by index; backward adds them at these indices."""
 
     takes_blocks = gives_blocks = True
 
     @staticmethod
-    def forward(x: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-        found = new_like(x, (len(places), *x.shape[1:]))
-        return torch.index_select(x, 0, places, out=found)
+    def forward(x: torch.Tensor, indices: torch.Tensor, num_rows: int) -> torch.Tensor:
+        found = new_like(x, (len(indices), *x.shape[1:]))
+        return torch.index_select(x, 0, indices, out=found)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return call_function(_Added, grad, *ctx.rest), None, None
+        return call_function(_AddRows, grad, *ctx.rest), None, None
 
 
-class _Added(LinearFunction):
+class _AddRows(LinearFunction):
     """Autograd function that adds rows to zeros at ``places``; backward selects them."""
 
     takes_blocks = gives_blocks = True
 
     @staticmethod
-    def forward(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-        return new_like(rows, (num_rows, *rows.shape[1:])).zero_().index_add_(0, places, rows)
+    def forward(rows: torch.Tensor, indices: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return new_like(rows, (num_rows, *rows.shape[1:])).zero_().index_add_(0, indices, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return call_function(_Taken, grad, *ctx.rest), None, None
+        return call_function(_TakeRows, grad, *ctx.rest), None, None
 
 
 def _row_text(x: torch.Tensor) -> str:

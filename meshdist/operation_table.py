@@ -198,7 +198,7 @@ def _multigpu(executor: str, kind: str, *parameters: Parameter) -> OperationSpec
 _OP, _TAG = Parameter("op", Role.OP), Parameter("tag", Role.TAG)
 _SRC, _DST = Parameter("src", Role.ROOT), Parameter("dst", Role.ROOT)
 _SENT = (_read("tensor"), Parameter("dst", Role.PEER), _TAG)
-_TAKEN = (_written("tensor"), Parameter("src", Role.PEER), _TAG)
+_RECEIVED = (_written("tensor"), Parameter("src", Role.PEER), _TAG)
 _GATHER, _SCATTER = ("all_gather",), ("reduce_scatter",)
 _GATHERED = (_written("output_tensor"), _read("input_tensor"))
 _SCATTERED = (_written("output"), _read("input"), _OP)
@@ -305,8 +305,8 @@ OPERATIONS = {
         OperationSpec("barrier", ("barrier",), (), "", TorchMethod((), _TIMED)),
         OperationSpec("send", ("send",), _SENT, sends=True),
         OperationSpec("isend", ("send",), _SENT, sends=True),
-        OperationSpec("recv", ("recv",), _TAKEN, "V"),
-        OperationSpec("irecv", ("recv",), _TAKEN, "V"),
+        OperationSpec("recv", ("recv",), _RECEIVED, "V"),
+        OperationSpec("irecv", ("recv",), _RECEIVED, "V"),
         OperationSpec("batch_isend_irecv", ("send", "recv"), (_written("p2p_op_list"),), "V"),
         _multigpu("all_reduce", "I", _in_place("tensor_list"), _OP),
         _multigpu("reduce", "V", _in_place("tensor_list"), _OP, _DST),

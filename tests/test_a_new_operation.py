@@ -84,9 +84,9 @@ OPERATION: Edits = {
     ],
     "backends/shm/communicator.py": [
         (
-            "        if TensorLayout.EACH in forms:  # sizes",
-            '        name = "all_reduce" if way == "total" else name\n'
-            "        if TensorLayout.EACH in forms:  # sizes",
+            "        if TensorLayout.EACH in layouts:  # sizes",
+            '        name = "all_reduce" if backend_operation == "total" else name\n'
+            "        if TensorLayout.EACH in layouts:  # sizes",
         )
     ],
 }
@@ -124,7 +124,7 @@ def simulated():
         assert "total((2,) float32, SUM)" in str(error), error
     else:
         raise AssertionError("no error")
-    assert {"total"} <= {*ShmCommunicator.ways} - {*GlooCommunicator.ways}
+    assert {"total"} <= {*ShmCommunicator.implementations} - {*GlooCommunicator.implementations}
 
 def launched():
     assert program() == [3.0, 3.0, 2.0, 2.0, 2.0, 2.0]

@@ -17,7 +17,7 @@ from meshdist.arrays import (
     apart_from_all,
     as_tensor,
     describe,
-    find_hand_back,
+    find_cupy_sync,
     like,
     shape_text,
 )
@@ -409,7 +409,7 @@ def test_a_cupy_array_goes_out_while_its_device_is_the_current_one(stand_in: Sta
 
 def test_cupys_stream_waits_for_torchs_on_each_device_at_each_call(stand_in: StandInCupy) -> None:
     x, y = stand_in.array([1.0]), stand_in.array([2.0])
-    hand_back = find_hand_back([x, torch.ones(1), y, x, np.ones(1)])
+    hand_back = find_cupy_sync([x, torch.ones(1), y, x, np.ones(1)])
     assert hand_back is not None and stand_in.waits == []
     for torchs, cupys in ((11, 21), (12, 22), (12, 0), (0, 22), (12, 1)):
         with stand_in.streams(torchs, cupys):
@@ -420,7 +420,7 @@ def test_cupys_stream_waits_for_torchs_on_each_device_at_each_call(stand_in: Sta
 
 @pytest.mark.parametrize(("torchs", "cupys"), [(0, 0), (0, 1), (11, 11)])
 def test_a_stream_does_not_wait_for_itself(torchs: int, cupys: int, stand_in: StandInCupy) -> None:
-    hand_back = find_hand_back([stand_in.array([1.0])])
+    hand_back = find_cupy_sync([stand_in.array([1.0])])
     assert hand_back is not None
     with stand_in.streams(torchs, cupys):
         hand_back()
@@ -428,15 +428,15 @@ def test_a_stream_does_not_wait_for_itself(torchs: int, cupys: int, stand_in: St
 
 
 def test_nothing_is_handed_back_to_torch_and_numpy(stand_in: StandInCupy) -> None:
-    assert find_hand_back([torch.ones(1), np.ones(1), np.float32(1)]) is None
-    assert find_hand_back([]) is None
+    assert find_cupy_sync([torch.ones(1), np.ones(1), np.float32(1)]) is None
+    assert find_cupy_sync([]) is None
 
 
 def test_an_array_is_not_freed_before_it_was_handed_back(stand_in: StandInCupy) -> None:
     x = stand_in.array([1.0])
     kept = weakref.ref(x)
     stand_in.arrays.clear()
-    hand_back = find_hand_back([x])
+    hand_back = find_cupy_sync([x])
     del x
     assert kept() is not None
     del hand_back
@@ -492,7 +492,7 @@ def test_work_of_cupy_and_torch_on_different_streams_keeps_its_order(rounds: int
         for _ in range(rounds):
             array += 1  # queued on CuPy's stream
             seen(array).mul_(2)  # on torch's, after it
-            hand_back = find_hand_back([array])
+            hand_back = find_cupy_sync([array])
             assert hand_back is not None
             hand_back()  # and what follows on CuPy's, after that
         result = like(seen(array), array)

@@ -289,7 +289,7 @@ def use(table: FingerprintTable, call: int, kind: str, number: int, place: int) 
     else:
         table.enter(call, 1)
     table.look_again(call)
-    table.find_behind(call + 2000, place % 2 == 0)
+    table.find_lagging(call + 2000, place % 2 == 0)
 
 
 READERS: Readers = {

@@ -45,7 +45,7 @@ SHORT = timedelta(seconds=0.02)
 class Memory(Store):
     """A store in this process, which can be handed junk, and has what a handle to a store has."""
 
-    is_served_here = False
+    is_hosted_here = False
     server = client = ""
 
     def __init__(self) -> None:

@@ -359,7 +359,7 @@ def drop(how: str) -> None:
 
 
 def warnings_of(call: Callable[[], Any]) -> list[str]:
-    program_room.warned_places.clear()  # a place warns once in a process
+    program_room.warned_sites.clear()  # a place warns once in a process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()

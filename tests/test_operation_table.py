@@ -56,7 +56,7 @@ def test_a_collective_of_a_communicator_takes_what_the_table_says(
     assert ("root" in parameters) == bool(operation.root)
     assert operation.root in ("", "to", "from")
     found = heard.prepared
-    assert found.way == operation.name
+    assert found.backend_operation == operation.name
     counts = {
         **dict.fromkeys((TensorLayout.ONE, TensorLayout.PARTS), 1),
         **dict.fromkeys((TensorLayout.ANY, TensorLayout.EACH, TensorLayout.AT_ROOT), 2),
@@ -74,9 +74,13 @@ def test_every_backend_has_a_way_for_every_collective() -> None:
     for name in backend_names():
         kind = find_backend(name).communicator_kind
         assert (
-            kind.ways.keys() <= BACKEND_OPERATIONS.keys() <= kind.ways.keys() | COMPOSED.keys()
+            kind.implementations.keys()
+            <= BACKEND_OPERATIONS.keys()
+            <= kind.implementations.keys() | COMPOSED.keys()
         ), name
-        assert all(callable(getattr(kind, method)) for method in kind.ways.values()), name
+        assert all(callable(getattr(kind, method)) for method in kind.implementations.values()), (
+            name
+        )
     assert {"all_reduce", "broadcast", "all_gather", "barrier", "send", "recv"} == (
         BACKEND_OPERATIONS.keys() - COMPOSED.keys()
     )
@@ -133,23 +137,23 @@ def test_the_cores_collectives_bring_and_get_what_the_table_says() -> None:
         TensorLayout.ANY: {"any"},
     }
     for name, reduces, outputs, inputs in operations:
-        row = BACKEND_OPERATIONS[_OF_LISTS.get(name, name)]
-        assert row.reduces == (reduces == "true"), name
-        assert outputs in parts.get(row.gives, {"none", "one"}), name
-        assert inputs in parts.get(row.takes, {"none", "one"}), name
+        spec = BACKEND_OPERATIONS[_OF_LISTS.get(name, name)]
+        assert spec.reduces == (reduces == "true"), name
+        assert outputs in parts.get(spec.gives, {"none", "one"}), name
+        assert inputs in parts.get(spec.takes, {"none", "one"}), name
 
 
-@pytest.mark.parametrize("row", OPERATIONS.values(), ids=lambda row: row.name)
-def test_a_row_names_parameters_of_its_collective(row: OperationSpec) -> None:
-    parameters = {*inspect.signature(getattr(md, row.name)).parameters}
-    assert {one.name for one in row.parameters} <= parameters
-    assert row.kind in (("I", "V") if row.writes else ("",))
-    if row.is_plain and not row.sends and row.executor.root:
-        assert row.parameters[-1].role is Role.ROOT
+@pytest.mark.parametrize("spec", OPERATIONS.values(), ids=lambda spec: spec.name)
+def test_a_row_names_parameters_of_its_collective(spec: OperationSpec) -> None:
+    parameters = {*inspect.signature(getattr(md, spec.name)).parameters}
+    assert {one.name for one in spec.parameters} <= parameters
+    assert spec.kind in (("I", "V") if spec.writes else ("",))
+    if spec.is_plain and not spec.sends and spec.executor.root:
+        assert spec.parameters[-1].role is Role.ROOT
     tensors = {name for name in parameters if "tensor" in name or name in ("output", "input")}
     tensors -= {"dst_tensor", "src_tensor"}  # numbers
-    if row.writes and not row.is_of_objects:
-        assert tensors <= {row.writes, *row.reads}
+    if spec.writes and not spec.is_of_objects:
+        assert tensors <= {spec.writes, *spec.reads}
 
 
 def asked_names(file: Path) -> list[str]:

@@ -320,9 +320,9 @@ def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusa
             result[axis], added = "U", "R"
         else:
             result[axis] = added = "V" if "V" in here else "R"
-        for place, kind in enumerate(here):
+        for operand, kind in enumerate(here):
             if kind == "I":
-                missing[place][axis] = added
+                missing[operand][axis] = added
     return JoinedType(type_text(result), tuple(map(type_text, missing)))
 
 

@@ -143,9 +143,9 @@ def parse_backends(backend: str | None) -> dict[str, str]:
 
 def _device_types(name: str) -> list[str]:
     backend = find_backend(name)
-    served = {"cpu", "cuda"} if backend is None else backend.device_types
-    usual = [kind for kind in _DEFAULT_BACKENDS if kind in served]
-    return usual + sorted(served - set(usual))
+    kinds_here = {"cpu", "cuda"} if backend is None else backend.device_types
+    usual = [kind for kind in _DEFAULT_BACKENDS if kind in kinds_here]
+    return usual + sorted(kinds_here - set(usual))
 
 
 def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:

@@ -62,13 +62,13 @@ def public_support(
         op, is_plain = ReduceOp.SUM, False
     if device_type not in backend.device_types:
         return ""
-    served = {
-        backend.support(way, device_type, dtype, op)
-        for way in OPERATIONS[operation].backend_operations
+    kinds = {
+        backend.support(backend_operation, device_type, dtype, op)
+        for backend_operation in OPERATIONS[operation].backend_operations
     }
-    if "" in served:
+    if "" in kinds:
         return ""
-    return "native" if is_plain and served == {"native"} else "built"
+    return "native" if is_plain and kinds == {"native"} else "built"
 
 
 def available_backends() -> list[BackendType]:
@@ -156,23 +156,23 @@ def table_grid(
         ("backend", "devices", "operations", "op", "native", "built", "rejected"),
     ]
     for backend in backends:
-        places: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, _Profile], ...]] = {}
+        profiles: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, _Profile], ...]] = {}
         for operation in OPERATIONS:
             of_devices = {
                 device_type: tuple(_states(backend, operation, device_type))
                 for device_type in _in_order(backend.device_types, device_types)
             }
             for devices, profile in _joined(of_devices):
-                places[operation, tuple(devices)] = profile
-        for keys, profile in _joined(places):
+                profiles[operation, tuple(devices)] = profile
+        for keys, profile in _joined(profiles):
             for where in dict.fromkeys(devices for _, devices in keys):
                 operations = ", ".join(operation for operation, devices in keys if devices == where)
-                place = (backend.name, ", ".join(where), operations)
+                labels = (backend.name, ", ".join(where), operations)
                 # Backend, devices and operations are printed only in their first row.
                 for ops, states in _joined(dict(profile)):
                     texts = (dtypes_text(_with(state, states)) for state in ("native", "built", ""))
-                    grid.append((*place, ", ".join(ops), *(text or "-" for text in texts)))
-                    place = ("", "", "")
+                    grid.append((*labels, ", ".join(ops), *(text or "-" for text in texts)))
+                    labels = ("", "", "")
     return grid
 
 
@@ -229,9 +229,9 @@ def _joined(table: Mapping[_Key, _Value]) -> list[tuple[list[_Key], _Value]]:
     return [(keys, value) for value, keys in keys_of.items()]
 
 
-def _in_order(device_types: Iterable[str], wanted: Collection[str] | None = None) -> list[str]:
+def _in_order(device_types: Iterable[str], chosen: Collection[str] | None = None) -> list[str]:
     usual = ("cpu", "cuda")
-    there = {kind for kind in device_types if wanted is None or kind in wanted}
+    there = {kind for kind in device_types if chosen is None or kind in chosen}
     return [kind for kind in usual if kind in there] + sorted(there.difference(usual))
 
 

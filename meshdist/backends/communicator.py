@@ -39,7 +39,7 @@ from ..reduce_ops import PLAIN_OPS, ReduceKind
 from ..runtime.memory import Scratch
 from .composed_collectives import COMPOSED, find_lack
 from .operation_args import OperationArgs, Tensors
-from .requests import BackendFailure, Request, given_up_for
+from .requests import BackendFailure, Request, as_backend_failure
 
 if TYPE_CHECKING:
     from .native import FastPath
@@ -70,7 +70,7 @@ def explained(explain: Explain, timeout: timedelta, error: BaseException) -> Bas
     """
     if not isinstance(error, BackendFailure) and not is_of_handler(error):
         return error
-    failure = given_up_for(error)
+    failure = as_backend_failure(error)
     failure.limit = timeout
     return explain(failure, None)
 
@@ -81,7 +81,7 @@ class Communicator(ABC):
     # ``start`` never waits for the caller. A finished operation keeps no references to tensors.
     # One thread at a time starts the operations of a communicator, in program order.
 
-    ways: ClassVar[Mapping[str, str]]
+    implementations: ClassVar[Mapping[str, str]]
     """The method of each native operation: its name after an underscore, unless the class sets
     another. Operations of ``composed_collectives`` may be missing."""
 
@@ -98,9 +98,11 @@ class Communicator(ABC):
     """Whether an average costs no more than a sum, without a division of the result."""
 
     def __init_subclass__(cls) -> None:
-        if "ways" not in cls.__dict__:
+        if "implementations" not in cls.__dict__:
             methods = {operation: f"_{operation}" for operation in BACKEND_OPERATIONS}
-            cls.ways = {operation: own for operation, own in methods.items() if hasattr(cls, own)}
+            cls.implementations = {
+                operation: own for operation, own in methods.items() if hasattr(cls, own)
+            }
 
     def __init__(self, backend: str, rank: int, size: int) -> None:
         self.backend = backend
@@ -111,7 +113,7 @@ class Communicator(ABC):
     @classmethod
     def support(cls, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
         """Return ``"native"`` for the backend's own operations, else ``"built"``."""
-        return "native" if operation in cls.ways else "built"
+        return "native" if operation in cls.implementations else "built"
 
     def takes_layouts(self, operation: str, tensors: Tensors, op: ReduceKind | None) -> bool:
         """Return whether ``operation`` accepts gapless tensors in any memory order.
@@ -126,12 +128,12 @@ class Communicator(ABC):
 
     def start(self, prepared: OperationArgs) -> Request:
         """Start ``prepared`` by the backend's method or by ``build``."""
-        own = self.ways.get(prepared.way)
+        own = self.implementations.get(prepared.backend_operation)
         return self.build(prepared) if own is None else getattr(self, own)(prepared)
 
     def build(self, prepared: OperationArgs) -> Request:
         """Start ``prepared`` as a composition of other collectives."""
-        return COMPOSED[prepared.way](self, prepared)
+        return COMPOSED[prepared.backend_operation](self, prepared)
 
     @abstractmethod
     def abort(self) -> None:

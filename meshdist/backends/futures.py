@@ -33,7 +33,7 @@ _here = threading.local()
 
 
 class Deferral:
-    """Queue of a context's futures; ``settle`` waits for each in order."""
+    """Queue of a context's futures; ``finalize`` waits for each in order."""
 
     # On NCCL a future is complete once its collective is enqueued: its callbacks run immediately,
     # on the thread that starts the collectives, and so in the same order on all ranks.
@@ -42,7 +42,7 @@ class Deferral:
         self._futures: deque[torch.futures.Future[Any]] = deque()
 
     def add(self, future: torch.futures.Future[Any]) -> None:
-        """Append ``future``, which completes only in a wait or ``settle``."""
+        """Append ``future``, which completes only in a wait or ``finalize``."""
         self._futures.append(future)
 
     @contextmanager
@@ -56,7 +56,7 @@ class Deferral:
         finally:
             _here.deferral = before
 
-    def settle(self) -> Exception | None:
+    def finalize(self) -> Exception | None:
         """Wait for all futures and run their callbacks; return the first error."""
         first: Exception | None = None
         with self.entered():
@@ -84,7 +84,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         pull: waits until a thread has completed it; does not raise its errors.
         poll: completes it if no wait is necessary.
         devices: the CUDA devices of its value.
-        hand_back: returns the value's arrays to their library, in each thread that has waited
+        sync_cupy: returns the value's arrays to their library, in each thread that has waited
             (torch orders only its own streams).
     """
 
@@ -93,13 +93,13 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         pull: Callable[[], object],
         poll: Callable[[], object],
         devices: Sequence[torch.device] = (),
-        hand_back: Callable[[], None] | None = None,
+        sync_cupy: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(devices=list(devices))
         self._pull = pull
         self._poll = poll
         self._devices = tuple(devices)
-        self._hand_back = hand_back
+        self._sync_cupy = sync_cupy
         # The first thread that acquires it completes the future, and never releases it.
         self._completing = threading.Lock()
         self._guard = threading.Lock()
@@ -116,8 +116,8 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         if not super().done():
             self._pull()
         value = super().wait()
-        if self._hand_back is not None:
-            self._hand_back()
+        if self._sync_cupy is not None:
+            self._sync_cupy()
         return value
 
     def value(self) -> Any:
@@ -127,7 +127,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
         """Return a Future of ``callback(self)``, called once on completion."""
         # Callbacks run in the thread that completes a future, in the order of their addition.
-        child = WorkFuture(self._pull, self._poll, self._devices, self._hand_back)
+        child = WorkFuture(self._pull, self._poll, self._devices, self._sync_cupy)
 
         def run() -> None:
             try:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._C import _increment_version as increment_version, _InferenceMode
 
-from ..arrays import find_hand_back
+from ..arrays import find_cupy_sync
 from ..checking.calls import Call, CallRecord
 from ..checking.recorder import Recorder
 from ..errors import GradientError
@@ -128,7 +128,7 @@ class OperationArgs:
 
     Args:
         operation: the public name of the collective; "" for a call that meshdist makes itself.
-        way: the name of the communicator's operation that runs it.
+        backend_operation: the name of the communicator's operation that runs it.
         inputs: one tensor, a tensor per member, or a list that is sent together.
         outputs: this member's result, in any of these forms.
         noted: the tensor or tensors whose dtype and size members compare.
@@ -142,7 +142,7 @@ class OperationArgs:
 
     # Most calls use the defaults of the class, which cost a call nothing.
     operation: str = ""
-    way: str = ""
+    backend_operation: str = ""
     inputs: Tensors = ()
     outputs: Tensors = ()
     noted: Any = None
@@ -171,7 +171,7 @@ class OperationArgs:
     lies_otherwise: bool = False
     """Whether tensors of an elementwise operation are sent in another order than row-major."""
     shows_all: bool = True
-    """Whether ``way`` and tensors determine everything that must be equal on all members."""
+    """Whether ``backend_operation`` and tensors determine all that must be equal on all members."""
     is_message: bool = False
     """Whether it is recorded and compared as a send or receive."""
 
@@ -194,7 +194,7 @@ class OperationArgs:
     def __init__(
         self,
         operation: str,
-        way: str,
+        backend_operation: str,
         inputs: Tensors,
         outputs: Tensors,
         noted: Any = None,
@@ -203,7 +203,7 @@ class OperationArgs:
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
     ) -> None:
-        self.operation, self.way = operation, way
+        self.operation, self.backend_operation = operation, backend_operation
         self.inputs, self.outputs, self.noted = inputs, outputs, noted
         self.op, self.root, self.sizes, self.tag = op, root, sizes, tag
 
@@ -218,7 +218,7 @@ class OperationArgs:
 
     def by(
         self,
-        way: str,
+        backend_operation: str,
         inputs: Tensors,
         outputs: Tensors,
         op: ReduceKind | None = None,
@@ -226,9 +226,9 @@ class OperationArgs:
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
     ) -> OperationArgs:
-        """Return a call of ``way`` on other tensors, with this call's record and timeout."""
+        """Return a call of ``backend_operation`` on other tensors, with this record and timeout."""
         other = OperationArgs(
-            self.operation, way, inputs, outputs, self.noted, op, root, sizes, tag
+            self.operation, backend_operation, inputs, outputs, self.noted, op, root, sizes, tag
         )
         other.shows_all, other.call = False, self.call
         other.timeout, other.waits = self.timeout, self.waits
@@ -280,8 +280,8 @@ class OperationArgs:
         """Copy the result to the caller's arrays; make CuPy's streams wait for torch's."""
         if copy_back := self.find_copy_back():
             copy_back()
-        if self.foreign and (hand_back := find_hand_back(self.foreign)):
-            hand_back()
+        if self.foreign and (sync_cupy := find_cupy_sync(self.foreign)):
+            sync_cupy()
 
 
 class _Overwritten(torch.autograd.Function):

@@ -20,7 +20,7 @@ from ..error_text import ranks_text
 from ..errors import BackendError
 from ..operation_table import REDUCING_OPERATIONS
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
-from ..runtime.hosts import MORE_DESCRIPTORS, find_thread_lack, make_descriptor_room
+from ..runtime.hosts import MORE_DESCRIPTORS, find_thread_lack, raise_descriptor_limit
 from .communicator import Communicator
 from .requests import BackendFailure
 
@@ -85,7 +85,7 @@ class Needs(NamedTuple):
     threads: int
 
 
-def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
+def reserve_resources(needs: Mapping[str, Needs], num_local: int) -> str:
     """Raise the limit of open files for ``needs``, by group; return the lack as text, or "".
 
     Args:
@@ -97,7 +97,7 @@ def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
     descriptors, threads = (sum(of[i] for of in needs.values()) for i in (0, 1))
     if not descriptors and not threads:
         return ""
-    lacks = make_descriptor_room(descriptors + _MORE), find_thread_lack(threads, num_local)
+    lacks = raise_descriptor_limit(descriptors + _MORE), find_thread_lack(threads, num_local)
     for kind, lack in enumerate(lacks):
         if lack:
             return f"{lack} ({', '.join(f'{name}: {of[kind]}' for name, of in needs.items())})"

@@ -45,7 +45,7 @@ class BackendAborted(BackendFailure):
     """The communicator was aborted while an operation waited."""
 
 
-class MemberGaveUp(BackendAborted):
+class MemberStopped(BackendAborted):
     """Failure because ``member`` ended its wait in the same call, as ``text`` describes."""
 
     def __init__(self, text: str, member: int) -> None:
@@ -67,7 +67,7 @@ class Interrupted(BackendFailure):
         self.is_over = is_over
 
 
-def given_up_for(
+def as_backend_failure(
     error: BaseException, is_over: Callable[[], bool] = lambda: True
 ) -> BackendFailure:
     """Return ``error`` if it is a BackendFailure, else wrap it in an Interrupted.

@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
 from ..arguments import check_timeout
-from ..arrays import StreamPlace, cuda_devices, follow, record_event
+from ..arrays import StreamPoint, cuda_devices, follow, record_event
 from ..checking.call_sites import end_here, is_nested, run_unnested, under_way
 from ..error_text import without_frames
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedCollectiveError
@@ -55,7 +55,7 @@ class Work:
         copy_back: Copies the result to its destination at the end.
         operation, group: Their names in messages.
         is_transfer: Whether this is a send or receive, which has no future.
-        hand_back: Returns arrays to their library, in each thread that has waited.
+        sync_cupy: Returns arrays to their library, in each thread that has waited.
         note: The call's record number.
         warn_dropped: Called with ``note`` if the Work is collected before a wait, a poll that found
             it done, or a request of its future; None for no warning.
@@ -71,7 +71,7 @@ class Work:
     _operation: str = "operation"
     _group: str = "a group"
     _is_transfer: bool = False
-    _hand_back: Callable[[], None] | None = None
+    _sync_cupy: Callable[[], None] | None = None
     _note: int = 0
     _warn_dropped: Callable[[int], None] | None = None
     _user: object = None
@@ -81,7 +81,7 @@ class Work:
     _done: bool = field(default=False, init=False)
     _error: Exception | None = field(default=None, init=False)
     _future: torch.futures.Future[list[Any]] | None = field(default=None, init=False)
-    _ordered: list[StreamPlace] = field(default_factory=list, init=False)
+    _ordered: list[StreamPoint] = field(default_factory=list, init=False)
     _deadline: Deadline | None = field(default=None, init=False)
     # Set in a StartedWork, and kept when it becomes a WatchedWork: a thread may be about to wait.
     _started: Any = field(init=False)
@@ -136,7 +136,7 @@ class Work:
                 self._complete()
             if self._error is not None:
                 raise without_frames(self._error)  # so that a kept Work keeps no frames alive
-            if self._ordered or self._hand_back is not None:
+            if self._ordered or self._sync_cupy is not None:
                 self._order_streams()
             return True
         except MeshdistError as error:
@@ -232,7 +232,7 @@ class Work:
             if self._done:
                 self._complete()
             else:
-                (find_rank_here() or get_watcher()).watch(self._poll, self._complete_beside)
+                (find_rank_here() or get_watcher()).watch(self._poll, self._complete_on_thread)
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:
@@ -274,11 +274,11 @@ class Work:
     def _ordering_of_waits(self) -> tuple[list[torch.device], Callable[[], None] | None]:
         """Return the devices on which torch orders a future's waits, or an ordering function."""
         # Other libraries' arrays need the function: torch would pickle them to look for tensors.
-        if self._hand_back is None:
+        if self._sync_cupy is None:
             return cuda_devices(self._result), None
         return [], self._order_streams
 
-    def _complete_beside(self) -> None:
+    def _complete_on_thread(self) -> None:
         """Complete the future in another thread; keep its current device."""
         devices = cuda_devices(self._result)
         with torch.cuda.device(devices[0]) if devices else nullcontext():
@@ -310,7 +310,7 @@ class Work:
                 return self._future
             enqueued = torch.futures.Future[None](devices=[*cuda_devices(self._result)])
             future = self._future = enqueued.then(finish)
-            if self._hand_back is not None:
+            if self._sync_cupy is not None:
                 future = self._future = WorkFuture(lambda: None, lambda: None, (), self.synchronize)
                 future.complete(self._result)
         enqueued.set_result(None)
@@ -389,10 +389,10 @@ class Work:
 
     def _order_streams(self) -> None:
         """Make this thread's streams, also of other libraries, wait for the collective."""
-        for place in self._ordered:
-            follow(place)
-        if self._hand_back is not None:
-            self._hand_back()
+        for point in self._ordered:
+            follow(point)
+        if self._sync_cupy is not None:
+            self._sync_cupy()
 
     def _fail(self, error: Exception) -> None:
         self._error = error

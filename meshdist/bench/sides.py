@@ -111,7 +111,7 @@ class TorchSide(Library):
         def parts_on_root() -> list[Any] | None:
             return parts() if self.rank == 0 else None
 
-        def places() -> list[Any]:
+        def blocks() -> list[Any]:
             return [part() for _ in range(self.size)]
 
         root = int  # makes 0
@@ -122,13 +122,13 @@ class TorchSide(Library):
             "reduce": (whole, root),
             "broadcast": (whole, root),
             "all_gather_into_tensor": (full, part),
-            "all_gather": (places, part),
+            "all_gather": (blocks, part),
             "gather": (part, parts_on_root, root),
             "scatter": (part, parts_on_root, root),
             "reduce_scatter_tensor": (part, full),
             "reduce_scatter": (part, parts),
             "all_to_all_single": (full, full),
-            "all_to_all": (places, parts),
+            "all_to_all": (blocks, parts),
             "barrier": (),
         }
         function = getattr(self._library, _SINGLE.get(operation, operation))

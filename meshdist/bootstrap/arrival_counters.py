@@ -58,14 +58,16 @@ class ArrivalCounter:
         Args:
             most: stop reading blocks after finding this many.
         """
-        wanted = self.ranks if among is None else set(among).intersection(self.ranks)
-        if not wanted:
+        candidates = self.ranks if among is None else set(among).intersection(self.ranks)
+        if not candidates:
             return []
         arrived = 0
         for key in keys:
             arrived |= read(f"{key}/{self.name}")
         if not self.parts:
-            return [r for at, r in enumerate(self.ranks) if r in wanted and not arrived >> at & 1]
+            return [
+                r for at, r in enumerate(self.ranks) if r in candidates and not arrived >> at & 1
+            ]
         absent: list[int] = []
         for at, part in enumerate(self.parts):
             if not arrived >> at & 1 and len(absent) < most:

@@ -23,11 +23,11 @@ from ..runtime.integers import find_integer
 from .launch_environment import MOST_RANKS, LaunchEnvironment, read_launch_environment
 from .mpi_library import directory_of_mpiexec
 from .rendezvous_rounds import SERVER, Rendezvous, RendezvousRound, lost_while_joining
-from .store_cache import hold_until_left, keep_store, let_go
-from .store_endpoints import open_by_url, place_by_environment, place_of
+from .store_cache import hold_until_closed, keep_store, release_store
+from .store_endpoints import endpoint_from_environment, endpoint_of, open_by_url
 from .stores import (
     LEAST_STORE_TIMEOUT,
-    ServedStore,
+    HostedStore,
     Store,
     TCPStore,
     check_can_join,
@@ -89,17 +89,17 @@ def meet(
     if store is not None and is_mpi_asked:
         launch_environment = read_launch_environment(os.environ, is_mpi_asked=True)
         rank, world_size = launch_environment.rank, launch_environment.size
-    rank, world_size = _checked_places(rank, world_size)
+    rank, world_size = _checked_endpoints(rank, world_size)
     _check_arguments(init_method, rank, world_size, store)
     check_can_join()
     if store is not None:
         # This process cannot see whether torchrun's agent hosts the store, or rank 0 as usual.
-        is_served_by_0 = isinstance(root_of(store), TCPStore)
+        is_hosted_by_0 = isinstance(root_of(store), TCPStore)
         own = _own_handle(store)
         joined = _meet_in(
-            own, rank, world_size, origin, init_arguments, is_served_by_0=is_served_by_0
+            own, rank, world_size, origin, init_arguments, is_hosted_by_0=is_hosted_by_0
         )
-        return replace(joined, leave=partial(hold_until_left, store))
+        return replace(joined, leave=partial(hold_until_closed, store))
     url = _split("env://" if init_method is None else init_method)
     rank, world_size = _with_query(url, rank, world_size)
     if url.scheme == "env":
@@ -138,7 +138,7 @@ def rendezvous(
     check_timeout(timeout)
     if not isinstance(url, str):
         raise KindError("url must be a str", expected="for example 'env://'", found=f"{url!r}")
-    rank, world_size = _checked_places(rank, world_size)
+    rank, world_size = _checked_endpoints(rank, world_size)
     _check_arguments(url, rank, world_size, None)
     return _matchings(url, rank, world_size, timeout or DEFAULT_TIMEOUT, kwargs)
 
@@ -147,11 +147,11 @@ def _matchings(
     url: str, rank: int, world_size: int, timeout: timedelta, arguments: dict[str, Any]
 ) -> Iterator[tuple[Store, int, int]]:
     parts = _split(url)
-    place = _with_query(parts, rank, world_size)
-    if parts.scheme == "file" and place[0] >= 0:
-        store = open_file(_path_of(parts, *place), timeout, place[1])
+    rank_and_size = _with_query(parts, rank, world_size)
+    if parts.scheme == "file" and rank_and_size[0] >= 0:
+        store = open_file(_path_of(parts, *rank_and_size), timeout, rank_and_size[1])
         store.set_timeout(timeout)
-        yield store, *place
+        yield store, *rank_and_size
     else:
         joined = meet(
             InitArguments(url, rank, world_size, timeout=timeout), handler_arguments=arguments
@@ -167,7 +167,7 @@ def _matchings(
 # -- the caller's arguments ---------------------------------------------------------------------
 
 
-def _checked_places(rank: Any, world_size: Any) -> tuple[int, int]:
+def _checked_endpoints(rank: Any, world_size: Any) -> tuple[int, int]:
     expected = "0 or more; omit it (or pass -1) if the URL or the launcher sets it"
     rank = get_integer(rank, "rank", -1, expected=expected)
     return rank, get_integer(world_size, "world_size", -1, expected=expected)
@@ -203,10 +203,10 @@ def _check_arguments(
             found=f"rank={rank}, world_size={world_size}",
             fix="pass all three: init_process_group(store=store, rank=0, world_size=4)",
         )
-    _check_place(rank, world_size)
+    _check_endpoint(rank, world_size)
 
 
-def _check_place(rank: int, world_size: int) -> None:
+def _check_endpoint(rank: int, world_size: int) -> None:
     if world_size > MOST_RANKS:
         raise ArgumentError(
             f"a world of {world_size} ranks is too large",
@@ -272,7 +272,7 @@ def _check_size(url: SplitResult, rank: int, world_size: int) -> None:
             fix=f"init_process_group(init_method={url.geturl()!r}, world_size=4); without rank=, "
             "ranks are assigned in the order of arrival",
         )
-    _check_place(rank, world_size)
+    _check_endpoint(rank, world_size)
 
 
 # -- rendezvous by scheme -----------------------------------------------------------------------
@@ -293,20 +293,20 @@ def _meet_in(
     init_arguments: InitArguments,
     *,
     rendezvous_round: str = "",
-    is_served_by_0: bool = False,
+    is_hosted_by_0: bool = False,
     **known: Any,
 ) -> Rendezvous:
     prefix = "/".join(["meshdist", *filter(None, (init_arguments.group_name, rendezvous_round))])
     patience = max(init_arguments.timeout, LEAST_STORE_TIMEOUT)
-    server = {"server": SERVER.format(0)} if is_served_by_0 else {}
-    is_here = isinstance(store, ServedStore)
+    server = {"server": SERVER.format(0)} if is_hosted_by_0 else {}
+    is_here = isinstance(store, HostedStore)
     try:
-        handle = TimeoutStore(store, patience, is_served_here=is_here, **server)
+        handle = TimeoutStore(store, patience, is_hosted_here=is_here, **server)
     except StoreError as error:
         raise lost_while_joining(origin, error) from error
     del store  # the traceback of an error would keep it alive
     given = rank if rank >= 0 else None
-    known |= {"prefix": prefix, "serves": is_here or (is_served_by_0 and rank == 0)}
+    known |= {"prefix": prefix, "hosts_store": is_here or (is_hosted_by_0 and rank == 0)}
     try:
         return RendezvousRound(
             handle, given, size, init_arguments.timeout, origin, init_arguments.backends, **known
@@ -338,9 +338,9 @@ def _meet_at(
         joined = _meet_in(store, rank, size, origin, init_arguments, **known)
     except BaseException:
         del store
-        let_go(address)
+        release_store(address)
         raise
-    return joined if stays else replace(joined, leave=partial(let_go, address))
+    return joined if stays else replace(joined, leave=partial(release_store, address))
 
 
 def _meet_by_environment(
@@ -363,7 +363,7 @@ def _meet_by_environment(
         origin += (
             f", store at {launch_environment.address or 'rank 0'}, port {launch_environment.port}"
         )
-    address, make = place_by_environment(launch_environment, init_arguments.timeout)
+    address, make = endpoint_from_environment(launch_environment, init_arguments.timeout)
     return _meet_at(
         address,
         make,
@@ -375,7 +375,7 @@ def _meet_by_environment(
         rendezvous_round=launch_environment.rendezvous_round,
         local_rank=local_rank,
         is_unique=launcher == "torchrun",
-        is_served_by_0=not launch_environment.has_agent_store,
+        is_hosted_by_0=not launch_environment.has_agent_store,
     )
 
 
@@ -394,10 +394,12 @@ def _meet_by_tcp(
         init_arguments.timeout,
         is_named=bool(init_arguments.group_name),
     )
-    place = place_of(address, port)
-    is_served_by_0 = rank >= 0 and not init_arguments.group_name
+    endpoint = endpoint_of(address, port)
+    is_hosted_by_0 = rank >= 0 and not init_arguments.group_name
     origin = f"tcp://{url.netloc}"
-    return _meet_at(place, make, rank, size, origin, init_arguments, is_served_by_0=is_served_by_0)
+    return _meet_at(
+        endpoint, make, rank, size, origin, init_arguments, is_hosted_by_0=is_hosted_by_0
+    )
 
 
 def _address_of(url: SplitResult) -> tuple[str, int]:

@@ -79,9 +79,9 @@ def read_launch_environment(
         rank: overrides the environment if given, as does ``world_size``.
         is_mpi_asked: whether to use only mpiexec's variables.
     """
-    row = _find_row(environment, is_mpi_asked=is_mpi_asked)
-    reader = _Reader(environment, row)
-    if is_mpi_asked and not row.is_mpi:
+    variables = _find_variables(environment, is_mpi_asked=is_mpi_asked)
+    reader = _Reader(environment, variables)
+    if is_mpi_asked and not variables.is_mpi:
         reader.missing.append(
             "OMPI_COMM_WORLD_RANK or PMI_RANK (mpiexec did not start the program)"
         )
@@ -95,13 +95,13 @@ def read_launch_environment(
     if reader.is_sound and not rank < size:
         reader.wrong.append(f"rank {rank} does not exist in a world of {size}")
     is_one_host = (
-        reader.optional_number(row.local_size) == size
-        or first_value(environment, row.num_hosts) == "1"
+        reader.optional_number(variables.local_size) == size
+        or first_value(environment, variables.num_hosts) == "1"
     )
-    address, port = _place_of_store(reader, rank, is_one_host)
+    address, port = _store_endpoint(reader, rank, is_one_host)
     if not reader.is_sound:
         raise reader.error()
-    launcher = _launcher_name(row, environment)
+    launcher = _launcher_name(variables, environment)
     has_agent_store = (
         launcher == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
@@ -114,7 +114,7 @@ def read_launch_environment(
         size=size,
         address=address,
         port=port,
-        local_rank=reader.optional_number(row.local_rank),
+        local_rank=reader.optional_number(variables.local_rank),
         is_one_host=is_one_host,
         has_agent_store=has_agent_store,
         directory=directory if is_one_host and address == "127.0.0.1" else None,
@@ -123,17 +123,17 @@ def read_launch_environment(
     )
 
 
-def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
+def find_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the rank and size that a launcher has set, or None; raise if wrong.
 
     Example:
-        >>> find_place({"RANK": "1", "WORLD_SIZE": "4"}), find_place({})
+        >>> find_rank_and_size({"RANK": "1", "WORLD_SIZE": "4"}), find_rank_and_size({})
         ((1, 4), None)
     """
-    row = _find_row(environment)
-    if row is BY_HAND and "RANK" not in environment and "WORLD_SIZE" not in environment:
+    variables = _find_variables(environment)
+    if variables is BY_HAND and "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
-    reader = _Reader(environment, row)
+    reader = _Reader(environment, variables)
     rank, size = reader.rank(), reader.size()
     if reader.is_sound and rank >= size:
         reader.wrong.append(f"rank {rank} does not exist in a world of {size}")
@@ -142,7 +142,9 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return rank, size
 
 
-def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> LauncherVariables:
+def _find_variables(
+    environment: Mapping[str, str], *, is_mpi_asked: bool = False
+) -> LauncherVariables:
     """Return the variables of this process's launcher, or of MPI's launcher."""
     scheduler = None if is_mpi_asked else find_scheduler(environment)
     if scheduler is not None and scheduler.is_service:
@@ -150,28 +152,28 @@ def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> 
     return find_launcher(environment, is_mpi_asked=is_mpi_asked)
 
 
-def _place_of_store(reader: _Reader, rank: int, is_one_host: bool) -> tuple[str | None, int | None]:
+def _store_endpoint(reader: _Reader, rank: int, is_one_host: bool) -> tuple[str | None, int | None]:
     """Return address and port of rank 0's store, or None; add missing names to ``reader``."""
-    row, environment = reader.row, reader.environment
-    addresses = tuple(filter(None, ("MASTER_ADDR", row.address)))
-    ports = tuple(filter(None, ("MASTER_PORT", row.port)))
+    variables, environment = reader.variables, reader.environment
+    addresses = tuple(filter(None, ("MASTER_ADDR", variables.address)))
+    ports = tuple(filter(None, ("MASTER_PORT", variables.port)))
     address = first_value(environment, addresses) or None
     port = reader.port(*ports) if first_value(environment, ports) else None
-    if row.port:  # this launcher sets address and port itself
+    if variables.port:  # this launcher sets address and port itself
         if not first_value(environment, ports):
             reader.missing.append(ports[-1])
         if address is None and rank > 0:
             reader.missing.append(addresses[-1])
-    elif row.hosts:
-        nodes = first_value(environment, row.hosts)
+    elif variables.hosts:
+        nodes = first_value(environment, variables.hosts)
         if address is None and not is_one_host:
             if not nodes:
-                reader.missing.append(row.hosts[-1])
+                reader.missing.append(variables.hosts[-1])
             else:
                 try:
                     address = first_host(nodes)
                 except ValueError:
-                    reader.wrong.append(f"{row.hosts[-1]}={nodes!r} is not a list of hosts")
+                    reader.wrong.append(f"{variables.hosts[-1]}={nodes!r} is not a list of hosts")
         if port is None and reader.is_sound:
             job, step = reader.number("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
             port = _PORT_BASE + (7 * job + (find_integer(step) or 0)) % _NUM_PORTS
@@ -203,7 +205,7 @@ def find_local_size(environment: Mapping[str, str]) -> int | None:
         4
     """
     reader = _Reader(environment)
-    found = (reader.optional_number(row.local_size) for row in (BY_HAND, *STARTERS))
+    found = (reader.optional_number(variables.local_size) for variables in (BY_HAND, *STARTERS))
     return next(filter(None, found), None)
 
 
@@ -215,12 +217,12 @@ def find_stray(environment: Mapping[str, str]) -> str:
     return f"{shown} without an srun step: a batch shell, or a process with its variables"
 
 
-def _launcher_name(row: LauncherVariables, environment: Mapping[str, str]) -> str:
-    if row is not BY_HAND:
-        return row.name
+def _launcher_name(variables: LauncherVariables, environment: Mapping[str, str]) -> str:
+    if variables is not BY_HAND:
+        return variables.name
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun"
-    return "meshdist run" if "MESHDIST_LAUNCH" in environment else row.name
+    return "meshdist run" if "MESHDIST_LAUNCH" in environment else variables.name
 
 
 def first_host(nodes: str) -> str:
@@ -239,30 +241,42 @@ def first_host(nodes: str) -> str:
 class _Reader:
     """Reader of variables that collects everything missing or wrong for one error."""
 
-    def __init__(self, environment: Mapping[str, str], row: LauncherVariables = BY_HAND) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], variables: LauncherVariables = BY_HAND
+    ) -> None:
         self.missing: list[str] = []
         self.wrong: list[str] = []
         self.environment = environment
-        self.row = row
+        self.variables = variables
 
     @property
     def is_sound(self) -> bool:
         return not self.missing and not self.wrong
 
     def rank(self) -> int:
-        row = self.row
-        if row.rank:
-            return self.number(row.rank)
-        if row is KUBEFLOW and (local_size := self.environment.get(row.local_size, "1")) != "1":
-            self.wrong.append(f"{row.local_size}={_shown(local_size)} asks for more than 1 process")
-        host, local_rank = self.number(row.host), self.optional_number(row.local_rank) or 0
-        return host * self.number(row.local_size, least=1) + local_rank if host else local_rank
+        variables = self.variables
+        if variables.rank:
+            return self.number(variables.rank)
+        if (
+            variables is KUBEFLOW
+            and (local_size := self.environment.get(variables.local_size, "1")) != "1"
+        ):
+            self.wrong.append(
+                f"{variables.local_size}={_shown(local_size)} asks for more than 1 process"
+            )
+        host, local_rank = (
+            self.number(variables.host),
+            self.optional_number(variables.local_rank) or 0,
+        )
+        return (
+            host * self.number(variables.local_size, least=1) + local_rank if host else local_rank
+        )
 
     def size(self) -> int:
-        row, names = self.row, self.row.size
+        variables, names = self.variables, self.variables.size
         is_set = any(self.environment.get(name) for name in names)
-        if row is SLURM and not is_set and self.environment.get(_PER_NODE):
-            hosts = next(filter(self.environment.get, row.num_hosts), row.num_hosts[-1])
+        if variables is SLURM and not is_set and self.environment.get(_PER_NODE):
+            hosts = next(filter(self.environment.get, variables.num_hosts), variables.num_hosts[-1])
             return self.number(_PER_NODE, least=1) * self.number(hosts, least=1)
         name = next(filter(self.environment.get, names), names[-1])
         return self.number(name, least=1, most=MOST_RANKS)
@@ -309,8 +323,8 @@ class _Reader:
                 "init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', "
                 "rank=..., world_size=...)"
             )
-        ways = ways_to_start(commands)
-        if not self.wrong and not commands and ways[0].startswith("meshdist.simulate"):
+        lines = start_commands(commands)
+        if not self.wrong and not commands and lines[0].startswith("meshdist.simulate"):
             return RendezvousError(
                 "a notebook or console is a single process: no launcher started other ranks",
                 where=f"process {os.getpid()}, init_method env://",
@@ -322,7 +336,7 @@ class _Reader:
                 "or, in new processes: meshdist.spawn(program, nprocs=4)",
             )
         scheduler = find_scheduler(self.environment) if not self.wrong and not commands else None
-        if scheduler is not None and self.row is BY_HAND:
+        if scheduler is not None and self.variables is BY_HAND:
             return RendezvousError(
                 f"{scheduler.name} does not assign ranks to its workers: {'; '.join(parts)}",
                 where=f"process {os.getpid()}, a worker of {scheduler.name}, init_method env://",
@@ -330,14 +344,14 @@ class _Reader:
                 found=self._found(),
                 fix=scheduler.fix,
             )
-        starter = "" if self.row is BY_HAND else f", started by {self.row.name}"
-        begin = f"{self.row.remedy}; or " if self.row.remedy else ""
+        starter = "" if self.variables is BY_HAND else f", started by {self.variables.name}"
+        begin = f"{self.variables.remedy}; or " if self.variables.remedy else ""
         return RendezvousError(
             "cannot initialize from the environment: " + "; ".join(parts),
             where=f"process {os.getpid()}, init_method env://{starter}",
             expected=expected,
             found=self._found(),
-            fix=begin + "start the program with one of:\n" + "\n".join(ways) + own,
+            fix=begin + "start the program with one of:\n" + "\n".join(lines) + own,
         )
 
     def _found(self) -> str:
@@ -345,7 +359,7 @@ class _Reader:
         if not names:
             return "none of them: the program was started without a launcher"
         values = (f"{it}={_shown(self.environment[it], plain=True)}" for it in sorted(names))
-        stray = find_stray(self.environment) if self.row is BY_HAND else ""
+        stray = find_stray(self.environment) if self.variables is BY_HAND else ""
         return ", ".join(values) + (f"; {stray}" if stray else "")
 
 
@@ -355,7 +369,7 @@ def _shown(value: str, *, plain: bool = False) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def ways_to_start(commands: Sequence[str] = ()) -> list[str]:
+def start_commands(commands: Sequence[str] = ()) -> list[str]:
     """Return commands that start this program, or ``commands`` with the script's name."""
     name = sys.argv[0] if sys.argv else ""
     name = os.path.basename(name) if os.path.isabs(name) else name  # -m makes it absolute

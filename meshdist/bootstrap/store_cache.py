@@ -6,7 +6,7 @@ The server first sets a marker key: clients that see it connect again.
 
 Rank 0 hosts the store, and rank 1 leaves later::
 
-    rank 0   world ---- let_go: rank 1 is connected ......... mark, check again, close
+    rank 0   world ---- release_store: rank 1 is connected ......... mark, check again, close
     rank 1   world ----------------------------------- leaves
 """
 
@@ -23,7 +23,7 @@ from torch.distributed import Store, TCPStore
 
 from ..runtime.hosts import call_at_end, do_not_call_at_end
 from .store_liveness import has_clients
-from .stores import CLOSING, ServedStore, root_of
+from .stores import CLOSING, HostedStore, root_of
 
 _PERIOD_S = (0.05, 1.0)  # between checks for clients: first and longest
 _END_S = 5.0
@@ -38,61 +38,61 @@ class _CachedStore:
     num_users: int = 0
 
 
-_kept: dict[_Key, _CachedStore] = {}
+_stores: dict[_Key, _CachedStore] = {}
 _keeping = threading.RLock()
 _had: set[_Key] = set()
 
 
-def has_kept(address: Hashable) -> bool:
+def is_cached(address: Hashable) -> bool:
     """Return whether this process has opened a store for ``address`` before."""
     return (os.getpid(), address) in _had
 
 
 def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
-    """Return the store of ``address``, opening it if needed; release it with ``let_go``."""
+    """Return the store of ``address``, opening it if needed; release it with ``release_store``."""
     key = (os.getpid(), address)
     with _keeping:
-        kept = _kept.get(key)
-        if kept is None:
-            kept = _kept[key] = _CachedStore(make())
+        cached = _stores.get(key)
+        if cached is None:
+            cached = _stores[key] = _CachedStore(make())
             _had.add(key)
-        kept.num_users += 1
-        return kept.store
+        cached.num_users += 1
+        return cached.store
 
 
-def let_go(address: Hashable) -> None:
+def release_store(address: Hashable) -> None:
     """Release ``address``; after its last use, close the store once no client is connected."""
     key = (os.getpid(), address)
     with _keeping:
-        kept = _kept.get(key)
-        if kept is None:  # in a forked child
+        cached = _stores.get(key)
+        if cached is None:  # in a forked child
             return
-        kept.num_users -= 1
-        if not kept.num_users and not _close_if_left(key):
+        cached.num_users -= 1
+        if not cached.num_users and not _close_if_unused(key):
             _closer.start()
 
 
-def hold_until_left(store: Store) -> None:
+def hold_until_closed(store: Store) -> None:
     """Keep ``store`` open until no other process is connected to it."""
     root = root_of(store)
     if isinstance(root, TCPStore) and has_clients(root):
         with _keeping:
-            _kept[os.getpid(), ("given", root.port)] = _CachedStore(store)
+            _stores[os.getpid(), ("given", root.port)] = _CachedStore(store)
             _closer.start()
 
 
-def _close_if_left(key: _Key) -> bool:
+def _close_if_unused(key: _Key) -> bool:
     """Close the store of ``key`` unless clients are connected; return whether it is closed."""
-    root = root_of(_kept[key].store)
+    root = root_of(_stores[key].store)
     if isinstance(root, TCPStore):
         if has_clients(root):
             return False
-        if isinstance(root, ServedStore):
+        if isinstance(root, HostedStore):
             root.set(CLOSING, "")
             if has_clients(root):
                 root.delete_key(CLOSING)
                 return False
-    del _kept[key]
+    del _stores[key]
     return True
 
 
@@ -121,8 +121,8 @@ class _Closer:
         while not self._is_ending.wait(pause_s):
             pause_s = min(2 * pause_s, last_s)
             with _keeping:
-                ended = [key for key, kept in _kept.items() if not kept.num_users]
-                if sum(_close_if_left(key) for key in ended) == len(ended):
+                ended = [key for key, cached in _stores.items() if not cached.num_users]
+                if sum(_close_if_unused(key) for key in ended) == len(ended):
                     self._thread = None
                     do_not_call_at_end(self.stop)
                     return

@@ -18,7 +18,7 @@ from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline
 from .launch_environment import LaunchEnvironment
 from .mpi_library import store_by_mpi
-from .store_cache import has_kept
+from .store_cache import is_cached
 from .stores import (
     NamedPrefixStore,
     Store,
@@ -62,7 +62,7 @@ def open_by_url(
     return serve_store(listener, address, port, timeout)
 
 
-def place_by_environment(
+def endpoint_from_environment(
     launch_environment: LaunchEnvironment, timeout: timedelta
 ) -> tuple[Hashable, Callable[[], Store]]:
     """Return the cache key of a launcher's store, and a function that opens it."""
@@ -80,10 +80,10 @@ def place_by_environment(
         check_can_serve(launch_environment.size)
         return _serve_or_find(address, port, timeout)
 
-    return place_of(address, port), make
+    return endpoint_of(address, port), make
 
 
-def place_of(address: str, port: int) -> Hashable:
+def endpoint_of(address: str, port: int) -> Hashable:
     """Return the cache key of the store at a host's port."""
     return "tcp", numeric_loopback(address), port
 
@@ -99,7 +99,7 @@ def _serve_or_find(address: str, port: int, timeout: timedelta) -> Store:
                 listener = _listener_at(address, port)
             return serve_store(listener, address or host, port, timeout)
         except RendezvousError:
-            if not has_kept(place_of(address, port)) or grace.is_over:
+            if not is_cached(endpoint_of(address, port)) or grace.is_over:
                 raise
         with suppress(RendezvousError, OSError):
             socket.create_connection((host, port), _PROBE_S).close()  # fails if it has just closed

@@ -54,7 +54,7 @@ _LOOK_S = 0.01  # a check costs more than a request on this host
 _VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), 0
 _CANCEL, _IS_CANCELED = struct.pack("=B", 12), 1
 _MOST_ANSWERS = 64
-_HAS_LEFT = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
 
 
 class StoreLiveness:
@@ -81,7 +81,7 @@ class StoreLiveness:
             self.close()
             raise
 
-    def is_served(self) -> bool:
+    def is_hosted(self) -> bool:
         """Return whether the server's process is alive; True if unknown or just checked."""
         # The connections of a dead process may close later.
         now = time.monotonic()
@@ -223,7 +223,7 @@ def has_clients(store: TCPStore) -> bool:
                 with suppress(OSError):  # it was closed meanwhile
                     peers.append(_text_of(copy.getpeername()))
     if not is_seen:  # this process hosts no store, or cannot list its sockets
-        return bool(getattr(store, "is_served_here", False))
+        return bool(getattr(store, "is_hosted_here", False))
     return not mine.issuperset(peers)
 
 
@@ -237,20 +237,20 @@ class _Clients:
     def __init__(self, store: TCPStore, timeout: timedelta) -> None:
         self._store = weakref.ref(store)
         self._timeout = timeout
-        self._told = b""
+        self._known = b""
         self._connections: list[socket.socket] = []
         self._process_id = os.getpid()
 
     def update(self, seconds: float = 0.0) -> None:
         """Add new clients' connections, and drop those closing within ``seconds``."""
         store = self._store()
-        told = b"" if store is None else store.compare_set(_CLIENTS, _NO_VALUE, _NO_VALUE)
-        if store is not None and told != self._told:
-            clients = {*told.decode(errors="replace").split("\n")}
-            clients -= {*self._told.decode(errors="replace").split("\n")}
-            self._told = told
+        latest = b"" if store is None else store.compare_set(_CLIENTS, _NO_VALUE, _NO_VALUE)
+        if store is not None and latest != self._known:
+            clients = {*latest.decode(errors="replace").split("\n")}
+            clients -= {*self._known.decode(errors="replace").split("\n")}
+            self._known = latest
             self._connections += _connections_of(clients, store.port)
-        closed = _polled(self._connections, _HAS_LEFT, seconds)
+        closed = _polled(self._connections, _PEER_CLOSED, seconds)
         for connection in tuple(self._connections):
             if connection.fileno() in closed:
                 self._connections.remove(connection)

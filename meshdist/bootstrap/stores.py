@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError, FileStore, HashStore, PrefixStor
 from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room, name_locker, take_lock
+from ..runtime.hosts import MORE_DESCRIPTORS, name_locker, raise_descriptor_limit, take_lock
 from ..runtime.integers import find_integer
 from .store_liveness import wait_for_clients_at_end
 
@@ -158,15 +158,15 @@ class NamedPrefixStore(PrefixStore):
         self.prefix = prefix
 
 
-class ServedStore(TCPStore):
+class HostedStore(TCPStore):
     """TCPStore whose server runs in this process."""
 
-    is_served_here = True
+    is_hosted_here = True
 
 
 def serve_store(
     listener: socket.socket | None, address: str, port: int, timeout: timedelta
-) -> ServedStore:
+) -> HostedStore:
     """Return a store whose server runs in this process and listens only on ``listener``.
 
     Args:
@@ -182,7 +182,7 @@ def serve_store(
     address = address if bound in ("0.0.0.0", "::") else bound
     limit = max(timeout, LEAST_STORE_TIMEOUT)
     descriptor = listener.detach()
-    store = ServedStore(
+    store = HostedStore(
         address, port, None, True, limit, wait_for_workers=False, master_listen_fd=descriptor
     )
     if not is_given:
@@ -349,7 +349,7 @@ def check_can_serve(size: int) -> None:
 
 
 def _check_descriptors(num_needed: int, purpose: str) -> None:
-    if lack := make_descriptor_room(num_needed):
+    if lack := raise_descriptor_limit(num_needed):
         raise RendezvousError(
             f"this process cannot open enough files and sockets to {purpose}",
             where=f"process {os.getpid()}",
@@ -368,7 +368,7 @@ def root_of(store: Store) -> Store:
 
 def cloned(store: Any) -> Store:
     """Return the store on a new connection; raise StoreError without free descriptors."""
-    if lack := make_descriptor_room(_DESCRIPTORS_TO_CONNECT):  # torch would retry for a minute
+    if lack := raise_descriptor_limit(_DESCRIPTORS_TO_CONNECT):  # torch would retry for a minute
         raise StoreError(
             "cannot open another connection to the store: too few file descriptors are free",
             where=f"process {os.getpid()}",

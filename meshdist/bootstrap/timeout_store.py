@@ -103,12 +103,12 @@ class TimeoutStore(Store):
         raw: Store,
         timeout: timedelta,
         *,
-        is_served_here: bool = False,
+        is_hosted_here: bool = False,
         server: str = "the process that hosts the store",
     ) -> None:
         super().__init__()
         self._patience = timeout
-        self.is_served_here = is_served_here
+        self.is_hosted_here = is_hosted_here
         self._path = path = getattr(raw, "path", "")  # a FileStore's
         self.server = server
         self.client = f"process {os.getpid()}"
@@ -129,11 +129,11 @@ class TimeoutStore(Store):
         self._knows_prefix = isinstance(raw, (TCPStore, NamedPrefixStore))
         self._prefix = f"{raw.prefix}/" if isinstance(raw, NamedPrefixStore) else ""
         self._thread: threading.Thread | None = None
-        if self._file is None and not is_served_here:
+        if self._file is None and not is_hosted_here:
             self._thread = threading.Thread(target=self._run, name="meshdist-store", daemon=True)
             self._thread.start()
         atexit.register(self.close)
-        if is_served_here:
+        if is_hosted_here:
             return
         try:
             self._watch = self.ask(self._watched)
@@ -165,7 +165,7 @@ class TimeoutStore(Store):
 
         def slice_s() -> float:
             nonlocal next_check
-            self._check_served()
+            self._check_hosted()
             if look is not None:
                 look()
             elif next_check.is_over:
@@ -220,11 +220,13 @@ class TimeoutStore(Store):
         return self.ask(lambda raw: raw.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        wanted = list(keys)
-        values = self.ask(lambda raw: raw.multi_get(wanted) if raw.check(wanted) else None)
+        missing_keys = list(keys)
+        values = self.ask(
+            lambda raw: raw.multi_get(missing_keys) if raw.check(missing_keys) else None
+        )
         if values is None:
-            self.wait(wanted)
-            return self.ask(lambda raw: raw.multi_get(wanted))
+            self.wait(missing_keys)
+            return self.ask(lambda raw: raw.multi_get(missing_keys))
         return values
 
     def delete_key(self, key: str) -> bool:
@@ -268,9 +270,9 @@ class TimeoutStore(Store):
         return self._watch is not None and self._watch.has_ended(seconds)
 
     @property
-    def is_served(self) -> bool:
+    def is_hosted(self) -> bool:
         """Return whether the server is alive; True if no process hosts the store."""
-        return not self.has_ended() and (self._watch is None or self._watch.is_served())
+        return not self.has_ended() and (self._watch is None or self._watch.is_hosted())
 
     def raw_clone(self) -> Store:
         """Return the raw store on a new connection, for torch's threads."""
@@ -311,7 +313,7 @@ class TimeoutStore(Store):
     def ask(self, request: Callable[[Store], T]) -> T:
         """Return the result of ``request`` on the raw store; raise StoreError if it times out."""
         raw = self._check_usable()
-        self._check_served()
+        self._check_hosted()
         if self._thread is None:
             self._await_unlocked()
             return request(raw)
@@ -329,7 +331,7 @@ class TimeoutStore(Store):
                         _silent_since[self.address] = time.monotonic() - self._silent_s()
                     raise self._lost("does not answer") from None
             except DistNetworkError:
-                raise (self._rejected() if self.is_served else self._lost("has ended")) from None
+                raise (self._rejected() if self.is_hosted else self._lost("has ended")) from None
 
     def _check_usable(self) -> Store:
         if self._raw is None or self._is_closed or self._process_id != os.getpid():
@@ -339,8 +341,8 @@ class TimeoutStore(Store):
             )
         return self._raw
 
-    def _check_served(self) -> None:
-        if not self.is_served:
+    def _check_hosted(self) -> None:
+        if not self.is_hosted:
             raise self._lost("has ended")
 
     def _await_unlocked(self) -> None:

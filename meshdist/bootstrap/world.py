@@ -21,7 +21,7 @@ from torch.distributed import Store, distributed_c10d
 
 from ..errors import GroupClosedError, NotInitializedError, WorldError
 from ..runtime.hosts import handled_here, num_forks
-from .launch_environment import find_place, find_stray, ways_to_start
+from .launch_environment import find_rank_and_size, find_stray, start_commands
 from .schedulers import find_scheduler
 from .timeout_store import TimeoutStore
 
@@ -31,28 +31,28 @@ __all__ = [
 
 
 T = TypeVar("T")
-_MOST_KEPT = 4096
+_MAX_ENTRIES = 4096
 
 
 class Caches:
     """Cache of objects that other modules attach to a mesh or a world, by type and key."""
 
     def __init__(self) -> None:
-        self.kept: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)
+        self.entries: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)
 
     def find(self, kind: type[T], key: Hashable) -> T | None:
         try:
-            found: T | None = self.kept[kind].get(key)
+            found: T | None = self.entries[kind].get(key)
         except TypeError:  # not hashable: the constructor raises a better error
             return None
         return found
 
     def keep(self, kind: type[T], key: Hashable, value: T) -> T:
         """Store ``value`` under ``kind`` and ``key``, clearing a full cache; return ``value``."""
-        kept = self.kept[kind]
-        if len(kept) >= _MOST_KEPT:
-            kept.clear()
-        kept[key] = value
+        entries = self.entries[kind]
+        if len(entries) >= _MAX_ENTRIES:
+            entries.clear()
+        entries[key] = value
         return value
 
     def of(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
@@ -282,7 +282,7 @@ def _no_world() -> NotInitializedError:
     elif torch_distributed.is_initialized():
         found = "a process group of torch.distributed, which collectives do not reuse by themselves"
         fix = "call meshdist.init_process_group() on every rank, which reuses that process group"
-    elif find_place(os.environ) is not None:
+    elif find_rank_and_size(os.environ) is not None:
         found = "a process that a launcher started and that is not initialized yet"
         fix = "call init_process_group() or a collective, or create a mesh, before this call"
     elif (scheduler := find_scheduler(os.environ)) is not None:
@@ -293,7 +293,7 @@ def _no_world() -> NotInitializedError:
             "a launcher, whose processes initialize at their first collective or mesh; or "
             + expected
         )
-        command = ways_to_start()[0]
+        command = start_commands()[0]
         fix = "call it under meshdist.simulate(fn, 4), on the thread of a rank"
         if command.startswith("meshdist run"):
             fix = f"start the program with `{command}`, or {fix}"
@@ -311,13 +311,13 @@ def _is_past_first_touch() -> bool:
     return _forks_at_world == num_forks()
 
 
-def find_unjoined_place() -> tuple[int, int] | None:
+def find_launched_rank() -> tuple[int, int] | None:
     """Return this process's future rank and size; None if initialized or unknown."""
     if find_world() is not None or _is_past_first_touch():
         return None
     if torch_distributed.is_initialized():
         return torch_distributed.get_rank(), torch_distributed.get_world_size()
-    return find_place(os.environ)
+    return find_rank_and_size(os.environ)
 
 
 def join_by(join: Callable[[], None]) -> None:

@@ -38,7 +38,7 @@ from .debug_levels import DebugLevel, get_debug_level
 Site: TypeAlias = tuple[str, int] | None
 """A program line, as file and line number; None if no frame belongs to the program."""
 
-warned_places: set[tuple[type[Warning], tuple[str, int]]] = set()
+warned_sites: set[tuple[type[Warning], tuple[str, int]]] = set()
 _BETWEEN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -78,17 +78,17 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost program line that led here."""
     frame = program_frame(sys._getframe(1))
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    place = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(text, category, *place, registry=registry)
+    site = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, category, *site, registry=registry)
 
 
 def warn_once_at(
-    place: tuple[str, int], text: Callable[[], str], category: type[Warning] = UserWarning
+    site: tuple[str, int], text: Callable[[], str], category: type[Warning] = UserWarning
 ) -> None:
-    """Warn of ``text()`` at ``place``, a file and line, once per category."""
-    if (category, place) not in warned_places:
-        warned_places.add((category, place))
-        warnings.warn_explicit(text(), category, *place)
+    """Warn of ``text()`` at ``site``, a file and line, once per category."""
+    if (category, site) not in warned_sites:
+        warned_sites.add((category, site))
+        warnings.warn_explicit(text(), category, *site)
 
 
 def show_site(site: Site) -> str:
@@ -102,7 +102,7 @@ def show_site(site: Site) -> str:
     return f"{file}:{line}" if cell is None else f"{' '.join(cell)}, line {line}"
 
 
-def place_text(code: CodeType, instruction: int) -> str:
+def site_text(code: CodeType, instruction: int) -> str:
     """Return ``file:line in function`` of an instruction."""
     return f"{show_site((code.co_filename, line_of(code, instruction)))} in {code.co_name}"
 
@@ -120,7 +120,7 @@ def stack_above(frame: FrameType) -> list[str]:
     above = frame.f_back
     while above is not None:
         if not is_between[above.f_code.co_filename]:
-            stack.append(place_text(above.f_code, above.f_lasti))
+            stack.append(site_text(above.f_code, above.f_lasti))
         above = above.f_back
     return stack
 
@@ -253,14 +253,14 @@ def stack_text(thread_id: int) -> str:
     return "".join(traceback.StackSummary.extract(iter(pairs)).format())
 
 
-def find_place(thread_id: int, call: str) -> str:
+def find_call_site(thread_id: int, call: str) -> str:
     """Return a thread's location (``train.py:8 in step``); "" if ``call`` contains it."""
     own = _own_frames(thread_id)
     if not own:
         return ""
     nearest = (own[-1], program_frame(sys._current_frames().get(thread_id, own[-1])))
-    places = [place_text(frame.f_code, frame.f_lasti) for frame in nearest]
-    return "" if any(place in call for place in places) else places[0]
+    sites = [site_text(frame.f_code, frame.f_lasti) for frame in nearest]
+    return "" if any(site in call for site in sites) else sites[0]
 
 
 def _own_frames(thread_id: int) -> list[FrameType]:

@@ -20,7 +20,7 @@ import torch
 from ..dtypes import dtype_name
 from ..operation_table import OBJECT_OPERATIONS, SENDING_OPERATIONS
 from ..reduce_ops import ReduceKind, ReduceOp
-from .call_sites import place_text
+from .call_sites import site_text
 
 _MOST_CALLS = 4096
 _LOW = 0xFFFFFFFF
@@ -82,18 +82,18 @@ class Call:
     layouts: tuple[Any, ...] = ()
     peer: int | None = None
     tag: int | None = None
-    header: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    fingerprint_inputs: tuple[int, ...] = field(init=False, compare=False, repr=False)
     """The numbers that must be equal on every rank, or on both sides of a message."""
     fingerprint: int = field(init=False, compare=False, repr=False)
-    """A 32-bit hash of the header, equal in every process."""
+    """A 32-bit hash of ``fingerprint_inputs``, equal in every process."""
     unseen: int = field(init=False, compare=False, repr=False)
     """The fingerprint if the call has an operation name, which backends cannot see; else 0."""
     kind: tuple[bool, int | None, int | None] = field(init=False, compare=False, repr=False)
     """The direction, peer and tag of a message, which is numbered among its kind."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "header", _header(self))
-        object.__setattr__(self, "fingerprint", fingerprint(*self.header))
+        object.__setattr__(self, "fingerprint_inputs", _fingerprint_inputs(self))
+        object.__setattr__(self, "fingerprint", fingerprint(*self.fingerprint_inputs))
         object.__setattr__(self, "unseen", self.fingerprint if self.op_name else 0)
         object.__setattr__(self, "kind", (self.is_send, self.peer, self.tag))
 
@@ -175,8 +175,8 @@ class CallRecord(NamedTuple):
         if call.root is not None:
             parts.append(f"root rank {self.group.ranks[call.root]}")
         if self.sizes:
-            sent, taken = map(list, self.sizes)
-            parts.append(f"sending {sent}, receiving {taken} elements")
+            sent, received = map(list, self.sizes)
+            parts.append(f"sending {sent}, receiving {received} elements")
         if call.layouts:
             parts.append(f"strides {', '.join(str(strides) for _, strides in call.layouts)}")
         if call.tag is not None:
@@ -190,7 +190,7 @@ class CallRecord(NamedTuple):
         """The location as ``train.py:8 in step`` with its callers, or "an unknown place"."""
         if self.code is None:
             return "an unknown place"
-        return "\n  called at ".join([place_text(self.code, self.instruction), *self.stack])
+        return "\n  called at ".join([site_text(self.code, self.instruction), *self.stack])
 
     @property
     def text(self) -> str:
@@ -270,7 +270,7 @@ def is_list(data: Data) -> bool:
     return data is not None and not (data and isinstance(data[0], torch.Size))
 
 
-def _header(call: Call) -> tuple[int, ...]:
+def _fingerprint_inputs(call: Call) -> tuple[int, ...]:
     """Return the numbers that must be equal on every rank; uneven calls have no count."""
     dtypes, counts = [_code(kind) for _, kind in call.parts], [prod(size) for size, _ in call.parts]
     dtype, count = (*dtypes, 0)[0], (*counts, 0)[0]

@@ -31,8 +31,10 @@ back: in 1024 it found 256:7, in 1280 it finds no 512:7 and waits, so it is at m
     >>> member_1 = [table_1.enter(call, 7) for call in range(1, 300)]
     >>> any(member_0 + member_1), table_1.enter(300, 9)
     (False, [0])
-    >>> table_0.find_behind(1024, False), table_0.find_behind(1280, False), _is_behind(5, 2**32 + 3)
-    (None, 1, False)
+    >>> table_0.find_lagging(1024, False), table_0.find_lagging(1280, False)
+    (None, 1)
+    >>> _is_lagging(5, 2**32 + 3)
+    False
 """
 
 from __future__ import annotations
@@ -160,66 +162,66 @@ class FingerprintTable:
 
     def leave(self) -> None:
         """Announce that this process exits normally."""
-        self._mine[self._left_word] = 1
+        self._mine[self._exit_word] = 1
 
     def enter(
         self,
         sequence: int,
-        header: int,
+        fingerprint: int,
         sent: Sequence[int] = (),
-        taken: Sequence[int] = (),
+        received: Sequence[int] = (),
     ) -> list[int]:
         """Write the fingerprint of call ``sequence``; return the ranks with another fingerprint.
 
         Args:
             sequence: the call's number, from 1.
-            header: its fingerprint.
-            sent, taken: the sizes sent to, and received from, each rank in an uneven collective.
+            fingerprint: its fingerprint.
+            sent, received: the sizes sent to, and received from, each rank in an uneven collective.
         """
         if self._missing:
             self._find_missing()
         if sent:
-            self._write_uneven(sequence, sent, taken)
-        word = (sequence & _LOW) << 32 | header
-        place = sequence % WINDOW
-        self._mine[place] = word
-        return self._differing(sequence, word, sent, taken)
+            self._write_uneven(sequence, sent, received)
+        word = (sequence & _LOW) << 32 | fingerprint
+        slot = sequence % WINDOW
+        self._mine[slot] = word
+        return self._differing(sequence, word, sent, received)
 
     def look_again(self, sequence: int) -> list[int] | None:
         """Return the ranks whose call differs, None while some have not called."""
         # Call it before the words of that call are overwritten.
-        place = sequence % WINDOW
-        word = self._mine[place]
+        slot = sequence % WINDOW
+        word = self._mine[slot]
         if word >> 32 != sequence & _LOW:
             return None
         if self._missing:
             self._find_missing()
         sent: Sequence[int] = ()
-        taken: Sequence[int] = ()
+        received: Sequence[int] = ()
         start = self._uneven_start(sequence)
         if self._mine[start] == sequence:
             sizes = self._mine[start + 1 : start + self._uneven_words].tolist()
-            sent, taken = sizes[: self._size], sizes[self._size :]
+            sent, received = sizes[: self._size], sizes[self._size :]
         # In this order, a word that arrives in between is compared at the next look.
-        is_one_behind = any(_is_behind(view[place] >> 32, sequence) for _, view in self._views)
-        differing = self._differing(sequence, word, sent, taken)
-        return None if not differing and (is_one_behind or self._missing) else differing
+        is_one_lagging = any(_is_lagging(view[slot] >> 32, sequence) for _, view in self._views)
+        differing = self._differing(sequence, word, sent, received)
+        return None if not differing and (is_one_lagging or self._missing) else differing
 
     def _differing(
-        self, sequence: int, word: int, sent: Sequence[int], taken: Sequence[int]
+        self, sequence: int, word: int, sent: Sequence[int], received: Sequence[int]
     ) -> list[int]:
-        place = sequence % WINDOW
+        slot = sequence % WINDOW
         differing = []
         for member, view in self._views:
-            theirs = view[place]
+            theirs = view[slot]
             if theirs == word:
-                if sent and not self._fits(sequence, member, view, sent, taken):
+                if sent and not self._fits(sequence, member, view, sent, received):
                     differing.append(member)
             elif theirs >> 32 == word >> 32 and self._regions.is_current(member):
                 differing.append(member)
         return differing
 
-    def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
+    def find_lagging(self, sequence: int, is_uneven: bool) -> int | None:
         """Return a rank that still needs words that call ``sequence`` overwrites, or None.
 
         Args:
@@ -234,7 +236,9 @@ class FingerprintTable:
         if self._missing:
             self._find_missing()
         for member, view in self._views:
-            if _is_behind(view[reached % WINDOW] >> 32, reached) and self._regions.is_alive(member):
+            if _is_lagging(view[reached % WINDOW] >> 32, reached) and self._regions.is_alive(
+                member
+            ):
                 return member
         return None
 
@@ -246,12 +250,12 @@ class FingerprintTable:
         Args:
             check: called regularly; it may raise to end the wait.
         """
-        if self.find_behind(sequence, is_uneven) is None:  # the common case
+        if self.find_lagging(sequence, is_uneven) is None:  # the common case
             return None
-        find_behind = partial(self.find_behind, sequence, is_uneven)
+        find_lagging = partial(self.find_lagging, sequence, is_uneven)
         limit = Deadline(timeout)
-        wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
-        return find_behind()
+        wait_until(lambda: find_lagging() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
+        return find_lagging()
 
     def wait_for_all(
         self, sequence: int, timeout: timedelta, check: Callable[[], object]
@@ -259,23 +263,23 @@ class FingerprintTable:
         """Wait for all ranks in call ``sequence``; return mismatched ranks, None on timeout."""
         found: list[list[int]] = []
 
-        def have_come() -> bool:
+        def have_arrived() -> bool:
             differing = self.look_again(sequence)
             if differing is not None:
                 found.append(differing)
             return bool(found)
 
-        wait_until(have_come, Deadline(timeout), check, longest_pause_s=_SHORT_PAUSE_S)
+        wait_until(have_arrived, Deadline(timeout), check, longest_pause_s=_SHORT_PAUSE_S)
         return found[0] if found else None
 
-    def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
+    def note(self, peer: int, tag: int, fingerprint: int, *, is_send: bool) -> int | None:
         """Record a message's fingerprint; return its number if the peer's differs."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()
             log = self._messages.get(peer)
             kind = tag << 1 | (not is_send)
-            return None if log is None else log.note(kind, header) or None
+            return None if log is None else log.note(kind, fingerprint) or None
 
     def recv_any(self, tag: int) -> None:
         """Record a receive from any rank; stop comparing messages with ``tag``."""
@@ -313,7 +317,7 @@ class FingerprintTable:
                 self._publish_later()
 
     @property
-    def _left_word(self) -> int:
+    def _exit_word(self) -> int:
         return self.num_words(self._size) - 1
 
     def _find_missing(self) -> None:
@@ -327,10 +331,10 @@ class FingerprintTable:
                     self._missing.remove(member)
                     self._views.append((member, view))
 
-    def _write_uneven(self, sequence: int, sent: Sequence[int], taken: Sequence[int]) -> None:
+    def _write_uneven(self, sequence: int, sent: Sequence[int], received: Sequence[int]) -> None:
         start = self._uneven_start(sequence)
-        for place, value in enumerate((*sent, *taken), start + 1):
-            self._mine[place] = value
+        for index, value in enumerate((*sent, *received), start + 1):
+            self._mine[index] = value
         self._mine[start] = sequence
 
     def _fits(
@@ -339,15 +343,15 @@ class FingerprintTable:
         member: int,
         view: memoryview,
         sent: Sequence[int],
-        taken: Sequence[int],
+        received: Sequence[int],
     ) -> bool:
         start = self._uneven_start(sequence)
         for is_last_look in (False, True):
             sent_to_me = view[start + 1 + self._member]
-            taken_from_me = view[start + 1 + self._size + self._member]
+            received_from_me = view[start + 1 + self._size + self._member]
             if view[start] != sequence:  # overwritten
                 return True
-            if sent_to_me == taken[member] and taken_from_me == sent[member]:
+            if sent_to_me == received[member] and received_from_me == sent[member]:
                 return True
             if not is_last_look:  # words may arrive in another order than they were written
                 time.sleep(_REORDERING_S)
@@ -357,6 +361,6 @@ class FingerprintTable:
         return WINDOW + sequence % _UNEVEN_WINDOW * self._uneven_words
 
 
-def _is_behind(noted: int, sequence: int) -> bool:
+def _is_lagging(noted: int, sequence: int) -> bool:
     """Return whether the call number ``noted``, stored in 32 bits, is below ``sequence``."""
     return noted - sequence & _LOW >= 1 << 31

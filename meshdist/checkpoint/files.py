@@ -159,19 +159,19 @@ def write_arrays(
     arrays: Mapping[str, torch.Tensor],
     offsets: Mapping[str, list[int]],
     *,
-    sums_beside: bool,
+    sums_on_thread: bool,
 ) -> tuple[int, dict[str, int]]:
     """Write CPU arrays to a file on disk; return its size and the arrays' CRC-32s.
 
     Args:
         offsets: each array's start in its global array.
-        sums_beside: whether to compute checksums on a thread during the write.
+        sums_on_thread: whether to compute checksums on a thread during the write.
     """
-    told = {name: {"saved_offsets": list(offsets[name])} for name in arrays}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(told)}
+    offsets_json = {name: {"saved_offsets": list(offsets[name])} for name in arrays}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(offsets_json)}
     with ThreadPoolExecutor(1) as thread:
         # Both release the GIL.
-        sums = thread.submit(_sums_of, arrays) if sums_beside else None
+        sums = thread.submit(_sums_of, arrays) if sums_on_thread else None
         save_file(dict(arrays), path, metadata)
         _sync(path)
         return os.stat(path).st_size, sums.result() if sums else _sums_of(arrays)
@@ -213,10 +213,10 @@ class OpenFiles:
         except SafetensorError as error:
             raise damaged(self._folder, f"{piece.file}: {error}") from None
         starts = tuple(start for start, _ in piece.box)
-        wanted = DTYPES_IN_FILES[dtype].in_files, shape_of(piece.box), starts
-        if found != wanted:
+        expected_facts = DTYPES_IN_FILES[dtype].in_files, shape_of(piece.box), starts
+        if found != expected_facts:
             raise damaged(
-                self._folder, f"{piece.file}: {name} is {found}; in the manifest {wanted}"
+                self._folder, f"{piece.file}: {name} is {found}; in the manifest {expected_facts}"
             )
 
     def header(self, file: str) -> dict[str, FingerprintFacts]:
@@ -228,9 +228,9 @@ class OpenFiles:
         shape = tuple(part.get_shape())
         if file not in self._offsets:
             try:
-                told = json.loads((self.get(file).metadata() or {}).get(_OFFSETS, "{}"))
+                offsets_json = json.loads((self.get(file).metadata() or {}).get(_OFFSETS, "{}"))
                 self._offsets[file] = {
-                    each: sizes_in(facts["saved_offsets"]) for each, facts in told.items()
+                    each: sizes_in(facts["saved_offsets"]) for each, facts in offsets_json.items()
                 }
             except MALFORMED as error:
                 raise damaged(self._folder, f"{file}: {_OFFSETS}: {error!r}") from error
@@ -277,13 +277,13 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
 
 def check_manifest(folder: str, manifest: Manifest) -> None:
     """Raise CheckpointError unless this rank sees the same manifest file."""
-    wanted = manifest.ending.encode()
-    if not wanted:
+    expected_facts = manifest.ending.encode()
+    if not expected_facts:
         return
     with open(os.path.join(folder, NAME), "rb") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - len(wanted), 0))
+        file.seek(max(os.fstat(file.fileno()).st_size - len(expected_facts), 0))
         found = file.read()
-    if found != wanted:
+    if found != expected_facts:
         raise CheckpointError(
             "this rank sees a different checkpoint at this path than the first rank",
             where=folder,
@@ -355,12 +355,12 @@ def _lock_file(path: str, flags: int = 0, *, shared: bool = False) -> int | None
     opened = os.open(path, os.O_RDWR | flags, 0o666)
     try:
         fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        is_mine = os.fstat(opened).st_ino == os.stat(path).st_ino
+        is_own = os.fstat(opened).st_ino == os.stat(path).st_ino
     except (BlockingIOError, FileNotFoundError):
-        is_mine = False
+        is_own = False
     except OSError:
-        is_mine = shared or bool(flags & os.O_CREAT)
-    if is_mine:
+        is_own = shared or bool(flags & os.O_CREAT)
+    if is_own:
         _locks.add(opened)
         return opened
     os.close(opened)

@@ -35,7 +35,7 @@ from .pending_saves import staging_of
 from .pieces import SMALL, own_parts, whole_box
 from .reader import OpenArrays, read_manifest
 from .saving import Facts, agreed_entries, checked_path, mesh_of, read_state
-from .trees import EachRanks, StateArray, Tree, axes_told, entries_of, facts_of
+from .trees import EachRanks, StateArray, Tree, axes_to_json, entries_of, facts_of
 
 __all__ = ["load"]
 
@@ -100,7 +100,7 @@ def load(
     """
     call = "checkpoint.load"
     members = Members(mesh_of(state, mesh, call), call)
-    members.all_do(staging_of(members.world).settle)
+    members.all_do(staging_of(members.world).finalize)
     folder, manifest = members.first_does(lambda: read_manifest(checked_path(call, path)))
     tree, error = read_state(call, state, mesh, manifest)
     values: dict[str, Any] = {}
@@ -114,9 +114,9 @@ def load(
         _match(tree, manifest, missing, folder, call)
         values.update(_values_of(tree, manifest, folder, call))
         entries = entries_of(tree.arrays, members, writable=True)
-        told = f"path={where!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
+        arguments = f"path={where!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
         leaves = dict.fromkeys(tree.leaves, "a value")
-        return entries, {"arguments": told, **leaves, **facts_of(entries)}, {}
+        return entries, {"arguments": arguments, **leaves, **facts_of(entries)}, {}
 
     entries = agreed_entries(members, read)
     source = OpenArrays(folder, manifest)
@@ -143,10 +143,10 @@ class _ArrayReader:
         self._small = {
             name: entry
             for name, entry in entries.items()
-            if entry.num_bytes < SMALL and entry.whose != "each"
+            if entry.num_bytes < SMALL and entry.saved_by != "each"
         }
         small = [(whole_box(x.shape), x.tensor.dtype.itemsize) for x in self._small.values()]
-        parts = own_parts(small, members.place, len(members.ranks))
+        parts = own_parts(small, members.group_rank, len(members.ranks))
         self._large = {name: x for name, x in entries.items() if name not in self._small}
         self._shared = self._find_shared()
         self._boxes = {
@@ -166,7 +166,7 @@ class _ArrayReader:
             target = self._target(entry)
             sizes, free = target.layout.sizes, target.placement(entry.shape).free_axes
             free = tuple(axis for axis in free if sizes[axis] > 1)
-            if free and entry.whose != "each":
+            if free and entry.saved_by != "each":
                 found[name] = cut_further(target, entry.shape, free)
         return found
 
@@ -242,7 +242,7 @@ class _ArrayReader:
         found = [(piece, name) for name, array in arrays.items() for piece in array.pieces]
         found.sort(key=lambda each: (each[0].file, each[1]))
         boxes = [(piece.box, arrays[name].torch_dtype.itemsize) for piece, name in found]
-        parts = own_parts(boxes, self._members.place, len(self._members.ranks), small=_NEVER)
+        parts = own_parts(boxes, self._members.group_rank, len(self._members.ranks), small=_NEVER)
         for (piece, name), part in zip(found, parts, strict=True):
             if part is None:
                 continue
@@ -264,16 +264,16 @@ class _ArrayReader:
 
     def _load_small(self, batch: dict[str, StateArray]) -> None:
         """Read some arrays on each rank, and share them by an all-reduce; collective."""
-        places, total = {}, 0
+        offsets, total = {}, 0
         for name, entry in batch.items():
-            places[name] = total
+            offsets[name] = total
             total += -(-entry.num_bytes // 8) * 8
         group = self._members.group
         line = torch.zeros(total, dtype=torch.uint8, device="cpu")
 
         def part(name: str, of: torch.Tensor) -> torch.Tensor:
             entry = batch[name]
-            found = of[places[name] : places[name] + entry.num_bytes]
+            found = of[offsets[name] : offsets[name] + entry.num_bytes]
             return found.view(entry.tensor.dtype).view(entry.shape)
 
         def read() -> None:
@@ -397,7 +397,7 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
 
 def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> None:
     """Remove per-rank arrays that another mesh or number of ranks saved."""
-    here = None if members.mesh is None else axes_told(members.mesh)
+    here = None if members.mesh is None else axes_to_json(members.mesh)
     there = manifest.leaves.get("rng.mesh")
     is_other = None not in (here, there) and here != there
     for name in [name for name, x in tree.arrays.items() if isinstance(x, EachRanks)]:

@@ -102,8 +102,8 @@ class Manifest:
                     found=_shortened(f"format {found['format']!r}, version {found['version']!r}"),
                     fix="load it with the version of meshdist that saved it",
                 )
-            summed, _, told = text.rpartition(_SUM)
-            if told != f"{_sum_of(summed)}}}":
+            summed, _, stored_sum = text.rpartition(_SUM)
+            if stored_sum != f"{_sum_of(summed)}}}":
                 raise ValueError("the text does not match its checksum")
             arrays = {
                 name: SavedArray(str(facts["dtype"]), sizes_in(facts["shape"]))
@@ -124,7 +124,7 @@ class Manifest:
             leaves = dict(found["leaves"])
             if not is_plain(leaves, MOST_LEVELS + 1):
                 raise ValueError("leaves are nested too deeply")
-            manifest = cls(arrays, leaves, file_bytes, _SUM + told)
+            manifest = cls(arrays, leaves, file_bytes, _SUM + stored_sum)
             manifest.check()
         except CheckpointError:
             raise

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..bootstrap.world import World, find_unjoined_place, find_world
+from ..bootstrap.world import World, find_launched_rank, find_world
 from ..collectives.objects import broadcast_object_list, gather_from_all
 from ..collectives.value_comparison import agree
 from ..error_text import fields_among, first_line, ranks_text, with_article
@@ -38,7 +38,7 @@ class Members:
             )
         if mesh is not None:
             coordinate_in(mesh, call)
-        if find_world() is not None or find_unjoined_place() is not None:
+        if find_world() is not None or find_launched_rank() is not None:
             # The arrays may define a mesh of all ranks, but a failing rank may lack the arrays and
             # uses the group of all ranks. Use this group here, too.
             self.group = resolve_group(None)
@@ -46,8 +46,8 @@ class Members:
                 self.group = mesh.open_group()
         self.ranks: Sequence[int] = (0,) if self.group is None else self.group.ranks
         self.rank = 0 if self.group is None else self.group.world.rank
-        self.place = self.ranks.index(self.rank)
-        self.is_first = self.place == 0
+        self.group_rank = self.ranks.index(self.rank)
+        self.is_first = self.group_rank == 0
 
     @property
     def world(self) -> World | None:
@@ -81,16 +81,16 @@ class Members:
             error = raised
         value, texts, tensors = found
         if self.group is None and error is not None:
-            raise as_ours(error, self.call)
+            raise as_checkpoint_error(error, self.call)
         group = self.group
         difference = None if group is None else agree(group, texts, tensors, op_name=self.call)
         if group is None or (difference is None and error is None):
             return value
-        told = None if error is None else told_error(error, self.call)
-        of_all = gather_from_all(told, group)
+        failure = None if error is None else error_to_json(error, self.call)
+        of_all = gather_from_all(failure, group)
         failures = [(rank, each) for rank, each in zip(self.ranks, of_all, strict=True) if each]
         if failures:
-            raise told_again(failures, self.ranks) from error
+            raise error_from_json(failures, self.ranks) from error
         assert difference is not None
         raise MismatchError(
             f"{self.call}: names, arrays or values differ between ranks",
@@ -108,12 +108,12 @@ class Members:
             try:
                 box = [(step(), None)]
             except Exception as error:
-                box = [(None, told_error(error, self.call))]
+                box = [(None, error_to_json(error, self.call))]
         if self.group is not None:
             broadcast_object_list(box, group=self.group, group_src=0)
         result, failure = box[0]
         if failure is not None:
-            raise told_again([(self.ranks[0], failure)], self.ranks)
+            raise error_from_json([(self.ranks[0], failure)], self.ranks)
         return result
 
     def is_last(self, name: str) -> bool:
@@ -128,15 +128,15 @@ class Members:
 
 
 @contextmanager
-def errors_as_ours(call: str) -> Iterator[None]:
+def convert_file_errors(call: str) -> Iterator[None]:
     """Raise file errors of the block as CheckpointErrors of ``call``."""
     try:
         yield
     except FAILURES as error:
-        raise as_ours(error, call) from error
+        raise as_checkpoint_error(error, call) from error
 
 
-def as_ours(error: Exception, call: str) -> Exception:
+def as_checkpoint_error(error: Exception, call: str) -> Exception:
     """Return a file error as a CheckpointError, others unchanged."""
     if isinstance(error, MeshdistError) or not isinstance(error, FAILURES):
         return error
@@ -151,23 +151,23 @@ def as_ours(error: Exception, call: str) -> Exception:
     return found
 
 
-def told_error(error: Exception, call: str) -> dict[str, Any]:
-    """Return an error as JSON, the inverse of ``told_again``."""
-    ours = as_ours(error, call)
-    if not isinstance(ours, MeshdistError):
-        ours = CheckpointError(f"{call}: {type(error).__name__}: {first_line(error)}")
-    fields = {"summary": ours.summary, **fields_among(vars(ours))}
-    return {"kind": type(ours).__name__, "fields": fields}
+def error_to_json(error: Exception, call: str) -> dict[str, Any]:
+    """Return an error as JSON, the inverse of ``error_from_json``."""
+    raised = as_checkpoint_error(error, call)
+    if not isinstance(raised, MeshdistError):
+        raised = CheckpointError(f"{call}: {type(error).__name__}: {first_line(error)}")
+    fields = {"summary": raised.summary, **fields_among(vars(raised))}
+    return {"kind": type(raised).__name__, "fields": fields}
 
 
-def told_again(
+def error_from_json(
     failures: Sequence[tuple[int, dict[str, Any]]], ranks: Sequence[int]
 ) -> MeshdistError:
     """Return the first error of (rank, error) pairs, with its ranks."""
-    _, told = failures[0]
-    fields = dict(told["fields"])
+    _, failed = failures[0]
+    fields = dict(failed["fields"])
     if len(ranks) > 1:
         same = [rank for rank, each in failures if each["fields"]["summary"] == fields["summary"]]
         fields["where"] = ", ".join(filter(None, [ranks_text(same), fields.get("where")]))
-    error: MeshdistError = getattr(errors, told["kind"], CheckpointError)(**fields)
+    error: MeshdistError = getattr(errors, failed["kind"], CheckpointError)(**fields)
     return error

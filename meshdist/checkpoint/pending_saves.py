@@ -63,7 +63,7 @@ class PendingSave:
         if self._error is not None:
             raise without_frames(self._error)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Wait until this rank has written its part; raise its error unless ``wait`` has."""
         if self._job is not None:
             self._thread.join()
@@ -84,11 +84,11 @@ class Staging:
         """The reusable host memory, by array name."""
         self._pending: PendingSave | None = None
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Settle the last save, if any."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.settle()
+            pending.finalize()
 
     def start(self, job: SaveJob) -> PendingSave:
         """Copy this rank's arrays, and start a save in a thread."""
@@ -106,19 +106,21 @@ def _host_copies(
     """Return host copies of ``views``, in the memory of ``slot`` if it fits."""
     copies, streams = {}, []
     for name, view in views.items():
-        kept = slot.get(name)
-        if kept is None or kept.shape != view.shape or kept.dtype != view.dtype:
-            kept = torch.empty(view.shape, dtype=view.dtype, device="cpu", pin_memory=view.is_cuda)
-        copies[name] = kept
+        copied = slot.get(name)
+        if copied is None or copied.shape != view.shape or copied.dtype != view.dtype:
+            copied = torch.empty(
+                view.shape, dtype=view.dtype, device="cpu", pin_memory=view.is_cuda
+            )
+        copies[name] = copied
         if view.is_cuda:
             # Use a separate stream, to overlap with the program's kernels.
             stream = torch.cuda.Stream(view.device)
             stream.wait_stream(torch.cuda.current_stream(view.device))
             with torch.cuda.stream(stream):
-                kept.copy_(view, non_blocking=True)
+                copied.copy_(view, non_blocking=True)
             streams.append(stream)
         else:
-            kept.copy_(view)
+            copied.copy_(view)
     for stream in streams:
         stream.synchronize()
     return copies
@@ -130,7 +132,7 @@ def staging_of(world: World | None) -> Staging:
         return _staging_alone()
     if world.saves is None:
         world.saves = Staging()
-        world.closers.append(world.saves.settle)
+        world.closers.append(world.saves.finalize)
     staging: Staging = world.saves
     return staging
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..backends.simulated.scheduler import find_rank_here
 from ..bootstrap.launch_environment import find_restart_count
-from ..bootstrap.world import find_unjoined_place, find_world
+from ..bootstrap.world import find_launched_rank, find_world
 from ..collectives.torch_private import hidden_from_modes
 from ..collectives.value_comparison import is_any
 from ..errors import WorldError
@@ -56,7 +56,7 @@ def preempted() -> bool:
             fix="call md.preempted() once in the main thread, at the start of the program",
         )
     mine = bool(_received)
-    if find_world() is None and find_unjoined_place() is None:
+    if find_world() is None and find_launched_rank() is None:
         return mine
     return is_any(mine, resolve_group(None), "preempted")
 

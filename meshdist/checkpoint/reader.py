@@ -17,7 +17,7 @@ from ..mesh.spec import NamedSharding
 from ..sharding.sharded_array import ShardedArray, checked_sharding
 from . import files
 from .manifest import Manifest, Piece, SavedArray, damaged, headers_as_manifest
-from .participants import errors_as_ours
+from .participants import convert_file_errors
 from .pieces import intersect, whole_box, within
 from .saving import checked_path
 
@@ -85,7 +85,7 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = checked_path("checkpoint.open", path)
-        with errors_as_ours("checkpoint.open"):
+        with convert_file_errors("checkpoint.open"):
             self._arrays = OpenArrays(*read_manifest(self._path))
         self._manifest = self._arrays.manifest
 
@@ -115,7 +115,7 @@ class Checkpoint:
         shape, call = self._array(name).shape, "checkpoint.read"
         where = None if sharding is None else checked_sharding(sharding, call)
         box = whole_box(shape) if where is None else where.box(where.mesh.get_rank(), shape)
-        with errors_as_ours(call):
+        with convert_file_errors(call):
             part = self._arrays.read(name, box)
         if where is None:
             return part

@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from ..mesh.placement import Box, index_of
 from . import files
 from .manifest import SUFFIX, manifest_text
-from .participants import Members, as_ours
+from .participants import Members, as_checkpoint_error
 from .pieces import within
 from .trees import StateArray
 
@@ -89,7 +89,7 @@ class SaveJob:
             finally:
                 folder.unlock()
         except Exception as error:
-            self.error = as_ours(without_frames(error), self.members.call)
+            self.error = as_checkpoint_error(without_frames(error), self.members.call)
 
     def end(self) -> None:
         """Raise on all ranks if any failed to write; collective."""
@@ -137,13 +137,13 @@ class SaveJob:
             os.path.join(self.path, _file_of(self.members.rank)),
             _apart(pieces),
             offsets,
-            sums_beside=self.pieces is None,
+            sums_on_thread=self.pieces is None,
         )
-        told = {
+        sizes_and_sums = {
             name: {"offsets": offsets[name], "shape": list(piece.shape), "crc32": sums[name]}
             for name, piece in pieces.items()
         }
-        return {"bytes": size, "pieces": told}
+        return {"bytes": size, "pieces": sizes_and_sums}
 
     def _manifest(self, notes: list[Any]) -> str:
         """Return the manifest of all ranks' files and the first rank's leaves."""

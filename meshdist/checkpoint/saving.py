@@ -32,7 +32,7 @@ from .trees import (
     Tree,
     entries_of,
     facts_of,
-    facts_of_wholes,
+    facts_of_global_arrays,
     find_mesh,
     find_sizes,
     values_of,
@@ -131,7 +131,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     members = Members(mesh or find_mesh(tree.arrays.values()), call)
 
     def read() -> Facts:
-        staging_of(members.world).settle()
+        staging_of(members.world).finalize()
         final = checked_path(call, path)
         if error is not None:
             raise error
@@ -148,7 +148,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     holdings = {
         name: _holding(entry, members)
         for name, entry in entries.items()
-        if members.is_first or entry.whose != "first"
+        if members.is_first or entry.saved_by != "first"
     }
     values = {name: leaf.json for name, leaf in tree.leaves.items()} if members.is_first else {}
     leaves = copy.deepcopy(values)  # the user may change a list while a thread writes
@@ -203,7 +203,7 @@ def agreed_entries(members: Members, read: Callable[[], Facts]) -> dict[str, Sta
     marked = {name: each for name, each in entries.items() if not each.sizes_are_known}
     if marked:
         find_sizes(marked, members)
-        members.all_agree(lambda: (None, facts_of_wholes(marked, members), {}))
+        members.all_agree(lambda: (None, facts_of_global_arrays(marked, members), {}))
     return entries
 
 
@@ -211,6 +211,6 @@ def _holding(entry: StateArray, members: Members) -> Holding:
     rank, itemsize = members.rank, entry.tensor.dtype.itemsize
     if entry.sharding is not None:
         return holding_of(entry.sharding, entry.shape, itemsize, rank)
-    if entry.whose == "all":
-        return Holding(entry.box(rank), itemsize, "all", members.place, len(members.ranks))
+    if entry.saved_by == "all":
+        return Holding(entry.box(rank), itemsize, "all", members.group_rank, len(members.ranks))
     return Holding(entry.box(rank), itemsize)

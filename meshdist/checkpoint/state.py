@@ -21,7 +21,7 @@ from ..typed_mode.random_draws import find_seeded_axes, note_seeding, seed
 from .manifest import Manifest
 from .participants import Members
 from .reader import OpenArrays
-from .trees import EachRanks, FirstRanks, axes_told, is_array
+from .trees import EachRanks, FirstRanks, axes_to_json, is_array
 
 __all__ = ["State"]
 
@@ -260,15 +260,15 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
             found=str(drawn["bit_generator"]),
             fix="pass rng=False to State, and save the generator's state as a leaf",
         )
-    place, axes = drawn["state"], find_seeded_axes()
+    mt19937, axes = drawn["state"], find_seeded_axes()
     python = [*words, pair is not None, pair or 0.0]
-    numpy = [*place["key"].tolist(), place["pos"], drawn["has_gauss"], drawn["gauss"]]
+    numpy = [*mt19937["key"].tolist(), mt19937["pos"], drawn["has_gauss"], drawn["gauss"]]
     tree = {
         "torch": EachRanks(torch.get_rng_state()),
         "python": EachRanks(torch.tensor(python, dtype=torch.float64, device="cpu")),
         "numpy": EachRanks(torch.tensor(numpy, dtype=torch.float64, device="cpu")),
         "differ_over": FirstRanks(None if axes is None else list(axes)),
-        "mesh": FirstRanks(None if mesh is None else axes_told(mesh)),
+        "mesh": FirstRanks(None if mesh is None else axes_to_json(mesh)),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tree["cuda"] = EachRanks(torch.cuda.get_rng_state())
@@ -295,7 +295,7 @@ def _seed_again(saved: Manifest, members: Members) -> None:
     number, num_states = sums[0], len({*sums})
     axes = saved.leaves["rng.differ_over"]
     if axes is None:  # seeded without md.seed, equally on all ranks or not
-        number += members.place if num_states > 1 else 0
+        number += members.group_rank if num_states > 1 else 0
         torch.manual_seed(number)
         np.random.seed(number % (1 << 32))
         random.seed(number)

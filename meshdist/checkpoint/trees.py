@@ -75,7 +75,7 @@ class StateArray:
         tensor: this rank's part, in the state's memory.
         sharding: on the participants' mesh; None if every rank has the global array.
         shape: of the global array; of this rank's part while ``sizes_are_known`` is False.
-        whose: "all" if ranks with the same part have the same values, "first" to save the first
+        saved_by: "all" if ranks with the same part have the same values, "first" to save the first
             rank's values, "each" if the part is this rank's row.
     """
 
@@ -83,7 +83,7 @@ class StateArray:
     sharding: NamedSharding | None
     shape: tuple[int, ...]
     sizes_are_known: bool = True
-    whose: str = "all"
+    saved_by: str = "all"
     row: int = 0
 
     @property
@@ -100,7 +100,7 @@ class StateArray:
         if self.sharding is not None:
             return self.sharding.box(rank, self.shape)
         whole = whole_box(self.shape)
-        return whole if self.whose != "each" else ((self.row, self.row + 1), *whole[1:])
+        return whole if self.saved_by != "each" else ((self.row, self.row + 1), *whole[1:])
 
     def fact(self) -> str:
         """Return the dtype, sizes and spec as a text, which must be equal on all ranks."""
@@ -201,7 +201,7 @@ def is_array(given: Any) -> bool:
     return isinstance(given, kinds) or is_of("cupy", given, "ndarray")
 
 
-def axes_told(mesh: DeviceMesh) -> list[list[Any]]:
+def axes_to_json(mesh: DeviceMesh) -> list[list[Any]]:
     """Return a mesh's axis names and sizes for JSON."""
     return [[name, size] for name, size in mesh.axis_sizes.items()]
 
@@ -237,7 +237,7 @@ def values_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, 
     return {
         name: entry.tensor if is_thorough else _sampled(entry.tensor)
         for name, entry in entries.items()
-        if entry.sharding is None and entry.whose == "all"
+        if entry.sharding is None and entry.saved_by == "all"
     }
 
 
@@ -252,10 +252,12 @@ def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
             by_axes.setdefault(tuple(axis for axis in names if axis in cut), []).append(entry)
     for axes in sorted(by_axes):
         assert members.mesh is not None
-        _tell_sizes(by_axes[axes], members.mesh, axes)
+        _set_global_shapes(by_axes[axes], members.mesh, axes)
 
 
-def _tell_sizes(entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+def _set_global_shapes(
+    entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str, ...]
+) -> None:
     part = mesh[axes]
     group = part.open_group()
     of_all = gather_from_all([tuple(entry.tensor.shape) for entry in entries], group)
@@ -267,15 +269,15 @@ def _tell_sizes(entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str
         entry.sizes_are_known = True
 
 
-def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> dict[str, str]:
+def facts_of_global_arrays(entries: Mapping[str, StateArray], members: Members) -> dict[str, str]:
     """Return a text per array, equal on all ranks; raise if a part mismatches its spec."""
     for name, entry in entries.items():
         if entry.sharding is not None:
-            wanted = entry.sharding.shard_shape(entry.shape, members.rank)
-            if wanted != tuple(entry.tensor.shape):
+            expected_shape = entry.sharding.shard_shape(entry.shape, members.rank)
+            if expected_shape != tuple(entry.tensor.shape):
                 raise CheckpointError(
                     f"{members.call}: the shards of {name} do not form a global array",
-                    expected=f"shape {wanted}, the shard of {entry.shape} by "
+                    expected=f"shape {expected_shape}, the shard of {entry.shape} by "
                     f"{entry.sharding.spec!r}",
                     found=f"shape {tuple(entry.tensor.shape)}",
                     fix="annotate it with its sharding: md.annotate(x, spec)",
@@ -292,8 +294,8 @@ def _mesh_argument(call: str) -> str:
 
 
 def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray:
-    whose = {FirstRanks: "first", EachRanks: "each"}.get(type(x), "all")
-    if whose != "all":
+    saved_by = {FirstRanks: "first", EachRanks: "each"}.get(type(x), "all")
+    if saved_by != "all":
         x = x.array
     if isinstance(x, DTensor):
         detached: Any = x.detach()
@@ -318,11 +320,11 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
                 found=str({axis: kind for axis, kind in types.items() if kind == "V"}),
                 fix="annotate it with its sharding, md.annotate(x, spec), or reduce it first",
             )
-        entry = StateArray(tensor.detach(), None, tuple(tensor.shape), whose=whose)
-        if whose == "each":
+        entry = StateArray(tensor.detach(), None, tuple(tensor.shape), saved_by=saved_by)
+        if saved_by == "each":
             entry.tensor = entry.tensor[None]
             entry.shape = (len(members.ranks), *entry.shape)
-            entry.row = members.place
+            entry.row = members.group_rank
         if spec is not None and any(map(axes_of, spec.partitions)):
             if members.mesh is None:
                 raise MeshError(
@@ -404,8 +406,8 @@ def _sampled(x: torch.Tensor) -> torch.Tensor:
         return x
     # As signed integers, since torch can take elements of these.
     bits = x.resolve_conj().resolve_neg().view(_NUMBERS[x.dtype.itemsize])
-    places = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
-    return bits.take(places).view(x.dtype)
+    indices = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
+    return bits.take(indices).view(x.dtype)
 
 
 def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:

@@ -190,10 +190,10 @@ def find_backends() -> list[dict[str, Any]]:
     for name in backend_names():
         backend = find_backend(name)
         assert backend is not None
-        served = sorted(backend.device_types)
-        entry: dict[str, Any] = {"name": name, "devices": served, "available": name in usable}
+        kinds = sorted(backend.device_types)
+        entry: dict[str, Any] = {"name": name, "devices": kinds, "available": name in usable}
         if name in usable:
-            entry["devices"] = [kind for kind in here if kind in served]
+            entry["devices"] = [kind for kind in here if kind in kinds]
         else:
             entry["reason"], entry["fix"] = backend.why_unavailable()
         found.append(entry)
@@ -289,11 +289,11 @@ def loopback(backend: str, num_calls: int, torchs_url: str = "") -> float:
     from ..torch_process_groups.backend_registration import offer
 
     library: Any = import_module("torch.distributed" if torchs_url else "meshdist")
-    place: dict[str, Any] = {}
+    address: dict[str, Any] = {}
     if torchs_url:
         offer()
-        place = {"init_method": torchs_url, "rank": int(os.environ["RANK"]), "world_size": 2}
-    library.init_process_group(backend, timeout=timedelta(seconds=20), **place)
+        address = {"init_method": torchs_url, "rank": int(os.environ["RANK"]), "world_size": 2}
+    library.init_process_group(backend, timeout=timedelta(seconds=20), **address)
     try:
         numbers = torch.arange(100_000)
         total = numbers * (1 + library.get_rank())

@@ -135,8 +135,8 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
         return
     shown += [("gpu", gpu) for gpu in report["gpus"]] or [("gpu", "none that torch sees")]
     state = report["shared_headers"]
-    headers = "yes: calls are compared before data moves" if state == "yes" else f"no: {state}"
-    _section(console, "machine", [*shown, ("shared headers", headers)])
+    comparison = "yes: calls are compared before data moves" if state == "yes" else f"no: {state}"
+    _section(console, "machine", [*shown, ("shared headers", comparison)])
     _section(
         console,
         "backends",

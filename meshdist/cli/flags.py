@@ -24,8 +24,10 @@ class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, and with explained errors."""
 
     def __init__(self, prog: str, usage: str, description: str, epilog: str) -> None:
-        form = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, usage, description, epilog, formatter_class=form, allow_abbrev=False)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            prog, usage, description, epilog, formatter_class=formatter, allow_abbrev=False
+        )
 
     def error(self, message: str) -> NoReturn:
         """Print the error with the usage and a fix, and exit."""

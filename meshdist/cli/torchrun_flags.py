@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..launching.output import Output
-from ..launching.rank_environment import JobPlace, LaunchError
+from ..launching.rank_environment import JobNode, LaunchError
 from ..runtime.hosts import num_cores
 
 
@@ -119,7 +119,7 @@ def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, A
     names = arguments.signals_to_handle
     return {
         "nprocs": number_of_processes(arguments.nproc_per_node),
-        "place": JobPlace(nnodes, arguments.node_rank, address, port, arguments.role),
+        "node": JobNode(nnodes, arguments.node_rank, address, port, arguments.role),
         "output": _output(arguments, output),
         "signals": None if names is None else [_signal(name) for name in names.split(",")],
         "stopping_s": arguments.shutdown_timeout,

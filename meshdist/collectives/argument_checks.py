@@ -188,8 +188,8 @@ def get_peer(
 ) -> int:
     """Return the group rank of a global or group rank; raise for neither."""
     if type(global_rank) is int and group_rank is None and global_rank in group.ranks:
-        place: int = group.ranks.index(global_rank)
-        return place  # the common case, decided fast
+        member: int = group.ranks.index(global_rank)
+        return member  # the common case, decided fast
     peer = find_peer(group, global_rank, group_rank, operation, role)
     if peer is None:
         raise ArgumentError(

@@ -146,12 +146,12 @@ def broadcast_multigpu(
     call = Collective("broadcast_multigpu", group)
     call.root = get_peer(call.group, src, None, call.operation, "src")
     buffers = _take_alike(call, tensor_list, writes=True)
-    place = _checked_place(call, src_tensor, "src_tensor", buffers)
-    sent = buffers[place if call.is_root else 0]
+    index = _checked_index(call, src_tensor, "src_tensor", buffers)
+    sent = buffers[index if call.is_root else 0]
     if call.is_root:  # the sent tensor is only read
-        del call.written[place]
+        del call.written[index]
     call.then = partial(_spread, sent, buffers)
-    call.carry("broadcast", tensors := [sent], tensors, buffers, tensor_list)
+    call.set_data("broadcast", tensors := [sent], tensors, buffers, tensor_list)
     return call.run(async_op)
 
 
@@ -222,8 +222,8 @@ def reduce_multigpu(
     call = Collective("reduce_multigpu", group)
     call.root = get_peer(call.group, dst, None, call.operation, "dst")
     buffers = _take_alike(call, tensor_list)
-    place = _checked_place(call, dst_tensor, "dst_tensor", buffers)
-    outputs = [call.take(tensor_list[place], "tensor_list", writes=True)] if call.is_root else []
+    index = _checked_index(call, dst_tensor, "dst_tensor", buffers)
+    outputs = [call.take(tensor_list[index], "tensor_list", writes=True)] if call.is_root else []
     call.take_op(op, buffers[0])
     return _reduce_as_one(call, "reduce", buffers, outputs, async_op, tensor_list)
 
@@ -284,23 +284,23 @@ def _check_same(
         call.check_same_size(tensor, like, names)
 
 
-def _checked_place(
-    call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]
+def _checked_index(
+    call: Collective, index: object, argument: str, tensors: Sequence[torch.Tensor]
 ) -> int:
-    """Return ``place`` as an index of ``tensors``; or raise."""
+    """Return ``index`` as an index of ``tensors``; or raise."""
     last = len(tensors) - 1
-    return get_integer(place, f"{call.operation}: {argument}", 0, last, where="tensor_list")
+    return get_integer(index, f"{call.operation}: {argument}", 0, last, where="tensor_list")
 
 
 def _reduce_as_one(
     call: Collective,
-    way: str,
+    backend_operation: str,
     buffers: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     async_op: bool,
     result: Sequence[Any] | None,
 ) -> Work | None:
-    """Reduce ``buffers`` locally, then across ranks with ``way``; copy the result to ``outputs``.
+    """Reduce ``buffers`` locally, then across ranks; copy the result to ``outputs``.
 
     Args:
         result: the Work's result(); None for the reduced tensor.
@@ -312,7 +312,7 @@ def _reduce_as_one(
     total = reduced([call.scaled(part).view(-1) for part in buffers], step)
     call.op = step
     call.then = partial(_spread_reduction, total, kind, call.group.size() * len(buffers), outputs)
-    call.carry(way, sent := [total], sent, buffers, result)
+    call.set_data(backend_operation, sent := [total], sent, buffers, result)
     return call.run(async_op)
 
 
@@ -353,5 +353,5 @@ def _gather_packed(
                 read_as(output, torch.uint8).copy_(part)
 
     call.then = unpack
-    call.carry("all_gather", [packed], [whole], inputs)
+    call.set_data("all_gather", [packed], [whole], inputs)
     return call.run(async_op)

@@ -110,8 +110,8 @@ class Collective(OperationCall):
         """
         tensors = []
         entries = self.check_list(given, argument, len(self.group.ranks), role=role)
-        for place, x in enumerate(entries):
-            entry = f"{argument}[{place}]"
+        for index, x in enumerate(entries):
+            entry = f"{argument}[{index}]"
             tensors.append(self.take(x, entry, writes=writes))
             self.check_alike(tensors[-1], like, (entry, likes_name))
             if role:
@@ -142,9 +142,9 @@ class Collective(OperationCall):
         self.is_scaled = True
         return tensor if self.factor is None else premultiplied(tensor, self.factor)
 
-    def carry(
+    def set_data(
         self,
-        way: str,
+        backend_operation: str,
         inputs: Tensors,
         outputs: Tensors,
         noted: torch.Tensor | Tensors,
@@ -158,7 +158,12 @@ class Collective(OperationCall):
             result: the result() of the Work; None for ``outputs``.
             sizes: the elements sent to, and received from, each rank, if they differ.
         """
-        self.way, self.inputs, self.outputs, self.noted = way, inputs, outputs, noted
+        self.backend_operation, self.inputs, self.outputs, self.noted = (
+            backend_operation,
+            inputs,
+            outputs,
+            noted,
+        )
         self.result, self.sizes = result, sizes
 
     def run(self, async_op: bool = False) -> Work | None:
@@ -182,18 +187,18 @@ class Collective(OperationCall):
         # ``[x] * 3`` would keep only the last result. Arrays with gaps, like columns of a matrix,
         # may interleave, so only their first elements are compared.
         spans = [
-            (data.data_ptr(), data.nbytes if data.is_contiguous() else data.element_size(), place)
-            for place, (_, data, _) in enumerate(self.written)
+            (data.data_ptr(), data.nbytes if data.is_contiguous() else data.element_size(), index)
+            for index, (_, data, _) in enumerate(self.written)
             if data.numel()
         ]
         spans.sort()
-        for (start, size, place), (begin, _, other) in pairwise(spans):
+        for (start, size, index), (begin, _, other) in pairwise(spans):
             if begin < start + size:
                 raise ArgumentError(
                     f"{self.operation} cannot write two results into the same memory",
                     where=self.here,
                     expected="arrays that do not overlap",
-                    found=f"results {place} and {other}, counted from 0, overlap",
+                    found=f"results {index} and {other}, counted from 0, overlap",
                     fix="pass separate arrays: [torch.empty_like(x) for _ in range(n)], "
                     "not [x] * n",
                 )

@@ -67,16 +67,16 @@ def assign_buckets(
     counts: dict[Hashable, int] = {}
     for index in order:
         num_bytes, kind = items[index]
-        bucket, room = bucket_state.get(kind, ([], 0))
-        if not bucket or num_bytes > room:
+        bucket, free = bucket_state.get(kind, ([], 0))
+        if not bucket or num_bytes > free:
             nth = counts.get(kind, 0)
-            bucket, room = [], caps[min(nth, len(caps) - 1)]
+            bucket, free = [], caps[min(nth, len(caps) - 1)]
             counts[kind] = nth + 1
             buckets.append(bucket)
         bucket.append(index)
-        bucket_state[kind] = bucket, room - num_bytes
-    places = {index: place for place, index in enumerate(order)}
-    return tuple(sorted(map(tuple, buckets), key=lambda bucket: places[bucket[-1]]))
+        bucket_state[kind] = bucket, free - num_bytes
+    positions = {index: position for position, index in enumerate(order)}
+    return tuple(sorted(map(tuple, buckets), key=lambda bucket: positions[bucket[-1]]))
 
 
 def views_into(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -100,7 +100,7 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
     prefix = _keys_of(group)
     number = world.next_number(prefix)
     facts = GroupFacts(group.name, group.ranks, group.rank())
-    note = CallRecord(*registry.beside_backends.note(facts, get_call(_NAME, None)))
+    note = CallRecord(*registry.store_calls.note(facts, get_call(_NAME, None)))
     where = f"rank {world.rank}, {note._replace(sequence=number).heading}"
     barrier = MonitoredBarrier(
         world.store,
@@ -113,8 +113,8 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
         lambda: _check_not_aborted(group, known_aborts, where),
     )
     outcome = barrier.wait()
-    came = [rank for rank in ranks if rank not in outcome.absent]
-    registry.liveness.finish(f"{prefix}/{number}", came)
+    reached = [rank for rank in ranks if rank not in outcome.absent]
+    registry.liveness.finish(f"{prefix}/{number}", reached)
     if outcome.failure:
         raise _timed_out(group.world, ranks, outcome, where, names_all)
 

@@ -47,7 +47,7 @@ def prepare(operation: str, group: Any, *given: Any, op_name: str = "") -> Colle
     call = Collective(
         operation, group, given[-1] if recipe.root else None, op_name, recipe.is_elementwise
     )
-    call.way = recipe.way
+    call.backend_operation = recipe.backend_operation
     recipe.prepare(call, recipe, *given)
     return call
 
@@ -82,7 +82,7 @@ class _Recipe(NamedTuple):
     """Facts about a collective, for ``prepare``."""
 
     prepare: Callable[..., None]  # reads and checks the arguments
-    way: str  # the backend operation; the next two fields describe it
+    backend_operation: str  # the backend operation; the next two fields describe it
     reduces: bool
     root: str
     names: tuple[str, str]  # the written and the read parameter
@@ -186,7 +186,7 @@ def _exchanged_parts(
     buffer = call.take(output, names[0], writes=True)
     source = call.take(input, names[1])
     call.check_alike(buffer, source, names)
-    taken = _sizes(call, buffer, output_sizes, names[0])
+    received = _sizes(call, buffer, output_sizes, names[0])
     sent = _sizes(call, source, input_sizes, names[1])
     is_flat = buffer.dim() == source.dim() == 1
     if not is_flat and buffer.shape[1:].numel() != source.shape[1:].numel():
@@ -197,20 +197,20 @@ def _exchanged_parts(
             fix="pass tensors of the same shape except in dimension 0",
         )
     me = call.group.rank()
-    if taken[me] != sent[me]:
+    if received[me] != sent[me]:
         raise ShapeError(
             f"{call.operation}: this rank sends itself more or fewer elements than it receives",
             where=call.here,
-            found=f"{sent[me]} elements sent, {taken[me]} received",
+            found=f"{sent[me]} elements sent, {received[me]} received",
             fix=f"make entry {me} of both split sizes equal",
         )
     source = apart(source, buffer)
-    call.sizes = sent, taken
+    call.sizes = sent, received
     call.inputs, call.outputs, call.noted = [source], [buffer], source
 
 
-_Forms: TypeAlias = tuple[TensorLayout, TensorLayout]
-_PREPARE: dict[_Forms, Callable[..., None]] = {
+_Layouts: TypeAlias = tuple[TensorLayout, TensorLayout]
+_PREPARE: dict[_Layouts, Callable[..., None]] = {
     (TensorLayout.IN_PLACE, TensorLayout.ONE): _in_place,
     (TensorLayout.IN_PLACE, TensorLayout.ANY): _several_in_place,
     (TensorLayout.ONE, TensorLayout.ONE): _blocks,
@@ -223,18 +223,18 @@ _PREPARE: dict[_Forms, Callable[..., None]] = {
 }
 
 
-def _make_recipe(row: OperationSpec) -> _Recipe:
-    executor = row.executor
-    names = row.writes, "".join(row.reads)
+def _make_recipe(spec: OperationSpec) -> _Recipe:
+    executor = spec.executor
+    names = spec.writes, "".join(spec.reads)
     is_elementwise = executor.takes is TensorLayout.IN_PLACE
     prepare = _PREPARE[executor.takes, executor.gives]
     return _Recipe(prepare, executor.name, executor.reduces, executor.root, names, is_elementwise)
 
 
 _RECIPES = {
-    row.name: _make_recipe(row)
-    for row in OPERATIONS.values()
-    if row.is_plain and (row.executor.takes, row.executor.gives) in _PREPARE
+    spec.name: _make_recipe(spec)
+    for spec in OPERATIONS.values()
+    if spec.is_plain and (spec.executor.takes, spec.executor.gives) in _PREPARE
 }
 
 
@@ -260,7 +260,7 @@ def _sizes(
             fix=f"pass {role}.view(1), or a tensor with one row per rank",
         )
     num_rows = tensor.shape[0]
-    row = math.prod(tensor.shape[1:])
+    row_size = math.prod(tensor.shape[1:])
     rows = _integers(rows, f"{role}_split_sizes", name)
     if not rows:
         if num_rows % size:
@@ -271,7 +271,7 @@ def _sizes(
                 found=f"{role} {shape_text(tensor.shape)}",
                 fix=f"pass {role}_split_sizes, or pad dimension 0 to {-(-num_rows // size) * size}",
             )
-        return [num_rows // size * row] * size
+        return [num_rows // size * row_size] * size
     if len(rows) != size or sum(rows) != num_rows or any(count < 0 for count in rows):
         raise ShapeError(
             f"{name}: {role}_split_sizes do not split {role} into one part per rank",
@@ -280,7 +280,7 @@ def _sizes(
             found=f"{rows} with the sum {sum(rows)}; {role} {shape_text(tensor.shape)}",
             fix="pass the number of rows for each rank, in group order",
         )
-    return [count * row for count in rows]
+    return [count * row_size for count in rows]
 
 
 def _integers(given: Any, argument: str, name: str) -> list[int]:

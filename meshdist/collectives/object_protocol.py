@@ -65,11 +65,11 @@ def unpack(data: torch.Tensor, sender: int, operation: str, target: ProcessGroup
         ) from None
     start = 8 * (1 + count)
     objects = []
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         try:
             objects.append(pickle.loads(view[start : start + size]))
         except Exception as error:  # whatever the object's own code raises
-            which = "the object" if count == 1 else f"object {place}"
+            which = "the object" if count == 1 else f"object {index}"
             raise BackendError(
                 f"{operation}: {which} that rank {sender} sent cannot be unpickled",
                 where=f"rank {target.world.rank}, {target.name}",
@@ -112,7 +112,7 @@ def check_is_list(given: Any, argument: str, operation: str, *, is_written: bool
 
 def entries(argument: str, objects: Sequence[Any]) -> dict[str, Any]:
     """Return ``{"object_list[0]": object, ...}`` for error messages."""
-    return {f"{argument}[{place}]": x for place, x in enumerate(objects)}
+    return {f"{argument}[{index}]": x for index, x in enumerate(objects)}
 
 
 def other_length(operation: str, target: ProcessGroup, found: str) -> MismatchError:
@@ -158,7 +158,7 @@ class Rounds(Collective):
         mine = torch.tensor([pickled.signed_size, length], device=self.device)
         gathered = mine.new_empty((self.group.size(), 2))
         flat = gathered.view(-1)
-        self.carry("all_gather", [mine], [flat], mine, [flat, mine])
+        self.set_data("all_gather", [mine], [flat], mine, [flat, mine])
         self.run()
         signed_sizes, lengths = gathered.t().tolist()
         ranks = self.group.ranks
@@ -191,7 +191,7 @@ class Rounds(Collective):
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the root's tensor on the CPU; ``tensor`` has its dtype and size; collective."""
         there = tensor.to(self.device)
-        self.carry("broadcast", [there], [there], there, [there])
+        self.set_data("broadcast", [there], [there], there, [there])
         self.run()
         return there.cpu()
 
@@ -200,19 +200,21 @@ class Rounds(Collective):
         there = data.to(self.device)
         parts = [there.new_empty(size) for size in sizes]
         given = [there.numel()] * len(parts), sizes
-        self.carry("all_gather_list", [there], parts, there, [*parts, there], given)
+        self.set_data("all_gather_list", [there], parts, there, [*parts, there], given)
         self.run()
         return [part.cpu() for part in parts]
 
     def exchange(
-        self, data: torch.Tensor, sent: Sequence[int], taken: Sequence[int]
+        self, data: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> list[torch.Tensor]:
         """Send ``sent[i]`` bytes of ``data`` to member i; return ``taken[i]`` bytes from each."""
         there = data.to(self.device)
-        whole = there.new_empty(sum(taken))
-        self.carry("all_to_all_single", [there], [whole], there, [whole, there], (sent, taken))
+        whole = there.new_empty(sum(received))
+        self.set_data(
+            "all_to_all_single", [there], [whole], there, [whole, there], (sent, received)
+        )
         self.run()
-        return list(whole.cpu().split(list(taken)))
+        return list(whole.cpu().split(list(received)))
 
     def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
         """Return the objects in ``data``, which ``member`` sent."""

@@ -29,7 +29,7 @@ from .object_protocol import (
     raise_unpicklable,
     unpack,
 )
-from .point_to_point import ANSWER_TAG, check_not_me, open_device_group, prepare_message
+from .point_to_point import ANSWER_TAG, check_not_self, open_device_group, prepare_message
 from .registration import collective
 from .torch_private import untransformed
 
@@ -234,9 +234,9 @@ def scatter_object_list(
         else rounds.empty(0)
     )
     sizes = rounds.broadcast_sizes(pickled_objects)
-    taken = [0] * size
-    taken[root] = sizes[rounds.group.rank()]
-    arrived = rounds.exchange(data, sizes if pickled_objects else [0] * size, taken)[root]
+    received = [0] * size
+    received[root] = sizes[rounds.group.rank()]
+    arrived = rounds.exchange(data, sizes if pickled_objects else [0] * size, received)[root]
     scatter_object_output_list[0] = rounds.unpack(arrived, root)[0]
 
 
@@ -279,7 +279,7 @@ def send_object_list(
     name = "send_object_list"
     target = resolve_group(group)
     peer = get_peer(target, dst, group_dst, name, "dst")
-    check_not_me(target, peer, name)
+    check_not_self(target, peer, name)
     check_is_list(object_list, "object_list", name, is_written=False)
     line = _Conversation(name, target, device, use_batch)
     num_sent = len(object_list)
@@ -287,12 +287,12 @@ def send_object_list(
     line.move(line.numbers(_MARK, num_sent, pickled.signed_size), peer, is_send=True)
     answer = line.numbers(0)
     line.move(answer, peer, is_send=False, tag=ANSWER_TAG)
-    num_taken = int(answer.view(torch.int64))
-    if pickled.error is not None or num_taken == num_sent:
+    num_received = int(answer.view(torch.int64))
+    if pickled.error is not None or num_received == num_sent:
         line.move(pickled.data.to(line.device), peer, is_send=True)
     if pickled.error is not None:
         raise_unpicklable([(target.world.rank, pickled.data)], name, pickled.error)
-    _check_same_length(num_sent, target.world.rank, num_taken, target.ranks[peer], target)
+    _check_same_length(num_sent, target.world.rank, num_received, target.ranks[peer], target)
 
 
 @untransformed
@@ -321,9 +321,9 @@ def recv_object_list(
     name = "recv_object_list"
     target = resolve_group(group)
     peer = find_peer(target, src, group_src, name, "src")
-    check_not_me(target, peer, name)
+    check_not_self(target, peer, name)
     check_is_list(object_list, "object_list", name, is_written=True)
-    num_taken = len(object_list)
+    num_received = len(object_list)
     line = _Conversation(name, target, device, use_batch)
     numbers = line.numbers(0, 0, 0)
     source = line.move(numbers, peer, is_send=False).request.source()
@@ -335,9 +335,9 @@ def recv_object_list(
             where=f"rank {target.world.rank}, {target.name}",
             fix=f"call send_object_list on rank {sender}",
         )
-    line.move(line.numbers(num_taken), source, is_send=True, tag=ANSWER_TAG)
+    line.move(line.numbers(num_received), source, is_send=True, tag=ANSWER_TAG)
     if signed_size >= 0:
-        _check_same_length(num_sent, sender, num_taken, target.world.rank, target)
+        _check_same_length(num_sent, sender, num_received, target.world.rank, target)
     data = torch.empty(abs(signed_size), dtype=torch.uint8, device=line.device)
     line.move(data, source, is_send=False)
     if signed_size < 0:
@@ -377,8 +377,8 @@ class _Conversation:
 
 
 def _check_same_length(
-    num_sent: int, sender: int, num_taken: int, receiver: int, target: ProcessGroup
+    num_sent: int, sender: int, num_received: int, receiver: int, target: ProcessGroup
 ) -> None:
-    if num_sent != num_taken:
-        found = f"rank {sender} sends {num_sent} entries\nrank {receiver} receives {num_taken}"
+    if num_sent != num_received:
+        found = f"rank {sender} sends {num_sent} entries\nrank {receiver} receives {num_received}"
         raise other_length("send_object_list", target, found)

@@ -63,7 +63,7 @@ def send(
     """
     group = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(group, dst, group_dst, "send", "dst")
-    check_not_me(group, peer, "send", "isend")
+    check_not_self(group, peer, "send", "isend")
     message = prepare_message("send", group, peer, tensor, tag, is_send=True)
     open_device_group(group, message).run(message)
 
@@ -90,7 +90,7 @@ def recv(
     """
     group = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(group, src, group_src, "recv", "src")
-    check_not_me(group, peer, "recv", "irecv")
+    check_not_self(group, peer, "recv", "irecv")
     message = prepare_message("recv", group, peer, tensor, tag, is_send=False)
     open_device_group(group, message).run(message)
     return group.ranks[message.request.source()]
@@ -110,7 +110,8 @@ def isend(
         tensor, dst, group, tag, group_dst: as in ``send``; a rank can send to itself.
 
     Raises:
-        As ``send``.
+        ArgumentError: no receiver, or both ``dst`` and ``group_dst``.
+        NotInGroupError: the receiver is not in the group.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
@@ -135,7 +136,8 @@ def irecv(
         A Work; its ``source_rank()`` is the sender's rank in the group.
 
     Raises:
-        As ``recv``.
+        ArgumentError: both ``src`` and ``group_src``.
+        NotInGroupError: the sender is not in the group.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
@@ -277,9 +279,9 @@ def prepare_message(
         tag = _get_tag(tag, operation, target.backend_name(buffer.device.type))
     message.tag, message.is_message = tag, True
     if is_send:
-        message.way, message.inputs, message.result = "send", [buffer], [tensor]
+        message.backend_operation, message.inputs, message.result = "send", [buffer], [tensor]
     else:
-        message.way, message.outputs = "recv", [buffer]
+        message.backend_operation, message.outputs = "recv", [buffer]
     return message
 
 
@@ -289,7 +291,7 @@ def open_device_group(target: ProcessGroup, message: OperationArgs) -> DeviceGro
     return target.open_device_group("cpu" if tensor.is_cpu else tensor.device.type)
 
 
-def check_not_me(target: ProcessGroup, peer: int | None, operation: str, other: str = "") -> None:
+def check_not_self(target: ProcessGroup, peer: int | None, operation: str, other: str = "") -> None:
     if peer == target.rank():
         raise ArgumentError(
             f"{operation} between a rank and itself would never return",
@@ -319,11 +321,11 @@ def _group_of(operations: Any) -> ProcessGroup:
             fix="pass for example [P2POp(isend, x, 1)], or skip the call if there is no message",
         )
     first = operations[0]
-    for place, operation in enumerate(operations):
+    for index, operation in enumerate(operations):
         if not isinstance(operation, P2POp):
             raise ArgumentError(
                 "batch_isend_irecv accepts only a list of P2POp",
-                found=f"{type(operation).__name__} at index {place}",
+                found=f"{type(operation).__name__} at index {index}",
                 fix="create each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
             )
         if operation.group is not first.group:

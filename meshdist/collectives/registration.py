@@ -63,15 +63,15 @@ def collective(
             given = OPERATIONS[name].parameters
             parameters = inspect.signature(function).parameters
             root = next((each.name for each in given if each.role in (Role.ROOT, Role.PEER)), "")
-            places = {parameter: place for place, parameter in enumerate(parameters)}
+            indices = {parameter: index for index, parameter in enumerate(parameters)}
             special = "group", "async_op", root, f"group_{root}"
             make = partial(
                 core.operation_call,
                 _launch_environment(),
                 name,
                 defaults=[parameter.default for parameter in parameters.values()],
-                taken=[places[parameter.name] for parameter in given],
-                places=tuple(places.get(each, -1) for each in special),
+                taken=[indices[parameter.name] for parameter in given],
+                places=tuple(indices.get(each, -1) for each in special),
                 missing=missing,
                 stays_off_streams=stays_off_streams,
                 function=function,

@@ -120,7 +120,7 @@ def copy_past_caches(
     # A plain copy reads each cache line of the target before it writes it, although the data leave
     # the caches again before they are sent. A copy past the caches takes half the time. It needs
     # CPU tensors with the same strides; other tensors are copied plainly.
-    lie_alike = (
+    have_equal_layouts = (
         type(source) is torch.Tensor
         and source.device.type == "cpu"
         and source.dtype is target.dtype
@@ -128,9 +128,9 @@ def copy_past_caches(
         and source.stride() == target.stride()
         and not (source.is_conj() or source.is_neg() or source._is_zerotensor())
     )
-    if core is not None and lie_alike and scale is None:
+    if core is not None and have_equal_layouts and scale is None:
         core.stream(target.data_ptr(), source.data_ptr(), source.nbytes)
-    elif core is not None and lie_alike and source.dtype is torch.float32:
+    elif core is not None and have_equal_layouts and source.dtype is torch.float32:
         core.stream_scaled(target.data_ptr(), source.data_ptr(), source.numel(), scale)
     elif scale is None:
         target.copy_(source)

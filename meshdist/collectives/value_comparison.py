@@ -62,7 +62,7 @@ from .torch_private import hidden_from_modes
 
 Tensors = Mapping[str, torch.Tensor]
 
-_ROW = 1 << 16  # words, and as many sums, which stay in a core's cache
+_CHUNK = 1 << 16  # words, and as many sums, which stay in a core's cache
 _FACTOR, _SPREAD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd: nothing is lost modulo 2^64
 _WORDS = {1: torch.int8, 2: torch.int16}  # of smaller elements; else 32 bits
 _MOST_SHOWN = 8
@@ -75,12 +75,12 @@ class Difference:
 
     Args:
         found: a line for each of the first differing entries, for an error.
-        far: the ranks that differ from the group's first rank in the first entry of ``found``.
+        differing: the ranks that differ from the group's first rank in the first such entry.
         is_rounding: whether only tensors differ, by less than half of their digits.
     """
 
     found: str
-    far: Sequence[int] = ()
+    differing: Sequence[int] = ()
     is_rounding: bool = False
 
 
@@ -190,8 +190,8 @@ def _find_different(
     ]
     if (num_more := max(num for _, num in of_all) - len(lines)) > 0:
         lines.append(f"and {num_more} more")
-    is_far = [value != columns[0][0] for value in columns[0]]
-    return Difference("\n".join(lines), [*compress(group.ranks, is_far)])
+    is_differing = [value != columns[0][0] for value in columns[0]]
+    return Difference("\n".join(lines), [*compress(group.ranks, is_differing)])
 
 
 def _odd_ranks(distances: Iterable[tuple[int, float]], _: str) -> str:
@@ -199,7 +199,8 @@ def _odd_ranks(distances: Iterable[tuple[int, float]], _: str) -> str:
     by_rank = dict(distances)
     usual = Counter(by_rank.values()).most_common(1)[0][0]
     odd, rest = (
-        [rank for rank, far in by_rank.items() if (far == usual) is i] for i in (False, True)
+        [rank for rank, distance in by_rank.items() if (distance == usual) is i]
+        for i in (False, True)
     )
     return (
         f"{ranks_text(odd)} {'differs' if len(odd) == 1 else 'differ'} from {ranks_text(rest)}, "
@@ -240,12 +241,14 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     total = torch.zeros((), dtype=torch.int64, device=device)
     for own in dict.fromkeys(tensor.device for tensor in tensors):
         here = [_words(x) for x in tensors if x.device == own]
-        length = min(_ROW if own.type == "cpu" else 64 * _ROW, sum(map(len, here)))
+        length = min(_CHUNK if own.type == "cpu" else 64 * _CHUNK, sum(map(len, here)))
         sums = torch.zeros(length, dtype=torch.int64, device=own)
-        for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small tensors together
-            for row in _flatten_dense_tensors(alike).split(max(length, 1)):
-                part = sums[: len(row)]  # times a factor, plus the row: one pass, little memory
-                torch.add(row, part, alpha=_FACTOR, out=part)
+        for alike in _take_tensors(
+            here, 4 * _CHUNK
+        ):  # a large tensor alone, small tensors together
+            for chunk in _flatten_dense_tensors(alike).split(max(length, 1)):
+                part = sums[: len(chunk)]  # times a factor, plus the row: one pass, little memory
+                torch.add(chunk, part, alpha=_FACTOR, out=part)
         weights = torch.arange(1, length + 1, device=own).mul_(_FACTOR)
         weights = (weights ^ (weights >> 29)).mul_(_SPREAD).bitwise_or_(1)
         # Wait for the copy to the CPU before reading it.

@@ -95,12 +95,12 @@ def accumulate_gradients(
 def _accumulating(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> Iterator[None]:
     group = resolve_group(axes)
     texts = [type_of(leaf) for leaf in leaves]
-    kept = _set_aside(leaves, axes.axis_names)
+    previous = _set_aside(leaves, axes.axis_names)
     try:
         yield
-        _add_up(leaves, kept, group)
+        _add_up(leaves, previous, group)
     except BaseException:
-        _put_back(leaves, kept)
+        _put_back(leaves, previous)
         raise
     finally:
         for leaf, text in zip(leaves, texts, strict=True):
@@ -166,28 +166,28 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
 @hidden_from_modes
 def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor | None]:
     """Annotate leaves as reduced over ``axes``, clear ``.grad``, return earlier gradients."""
-    kept = [leaf.grad for leaf in leaves]
+    previous = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
         set_type(leaf, with_kinds(type_of(leaf), dict.fromkeys(axes, "R")))
-    return kept
+    return previous
 
 
 @hidden_from_modes
-def _put_back(leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None]) -> None:
-    for leaf, grad in zip(leaves, kept, strict=True):
+def _put_back(leaves: Sequence[torch.Tensor], previous: Sequence[torch.Tensor | None]) -> None:
+    for leaf, grad in zip(leaves, previous, strict=True):
         leaf.grad = grad
 
 
 @hidden_from_modes
 @torch.no_grad()
 def _add_up(
-    leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None], group: ProcessGroup
+    leaves: Sequence[torch.Tensor], previous: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> None:
-    """Set ``.grad`` to ``kept`` plus the sum of ``.grad`` over ``group``."""
+    """Set ``.grad`` to ``previous`` plus the sum of ``.grad`` over ``group``."""
     found = [leaf.grad for leaf in leaves]
     sums = _sums(leaves, found, group)
-    for leaf, old, new in zip(leaves, kept, sums, strict=True):
+    for leaf, old, new in zip(leaves, previous, sums, strict=True):
         if old is None or new is None:
             leaf.grad = new if old is None else old
         else:  # in place for dense gradients, as autograd does

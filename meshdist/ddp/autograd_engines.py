@@ -57,8 +57,8 @@ def _find_roots() -> Iterator[Any]:
                 node = root.grad_fn if isinstance(root, torch.Tensor) else root.node
                 # Autograd does not count the first node.
                 edges = () if node is None else node.next_functions
-                is_mine = thread == threading.get_ident()
-                if is_mine or any(_is_in_task(after) for after, _ in edges if after is not None):
+                is_current = thread == threading.get_ident()
+                if is_current or any(_is_in_task(after) for after, _ in edges if after is not None):
                     yield node
             caller = caller.f_back
 

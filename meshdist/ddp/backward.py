@@ -83,9 +83,9 @@ def adds_join_fix(method: F) -> F:
         try:
             return method(self, *args, **kwargs)
         except MeshdistError as error:
-            has_left = any(how in str(error) for how in IN_GOOD_ORDER)
+            has_exited = any(how in str(error) for how in IN_GOOD_ORDER)
             # Errors of a communication hook have other causes.
-            if (isinstance(error, _UNCOME) or has_left) and self.reducer_state.hook is None:
+            if (isinstance(error, _UNCOME) or has_exited) and self.reducer_state.hook is None:
                 error.add_fix(_JOIN)
             __tracebackhide__ = True
             end_here(error)
@@ -125,7 +125,7 @@ class Backward:
         self.outcome: BackwardOutcome | None = None  # None until its end
         # Parameters whose gradient was computed after its bucket was sent.
         self._late: list[int] = []
-        self._places = layout.places
+        self._slots = layout.positions
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -140,10 +140,10 @@ class Backward:
         if not self.is_open:
             self.open()
         count = self.counts[index] = self.counts[index] + 1
-        place = self._places.get(index)
-        if place is None:  # never sent
+        found = self._slots.get(index)
+        if found is None:  # never sent
             return
-        number, slot = place
+        number, slot = found
         bucket_state = self.bucket_states[number]
         if bucket_state.streams is not None:
             bucket_state.streams.note()
@@ -173,26 +173,28 @@ class Backward:
                 bucket_state.take()
                 self._start(bucket_state)
 
-    def find_came(self) -> list[bool]:
+    def find_computed(self) -> list[bool]:
         """Return for each parameter whether this backward computed its gradient."""
         # A custom autograd function may leave a gradient undefined.
         rows = zip(self.counts, self.layout.terms.parameters, strict=True)
         return [count > 0 and parameter.grad is not None for count, parameter in rows]
 
-    def find_unexpected(self, came: Sequence[bool]) -> list[str]:
+    def find_unexpected(self, computed: Sequence[bool]) -> list[str]:
         """Return error lines for gradients too late for their bucket or excluded by options."""
         expected_gradients = self.reducer_state.expected_gradients
         options, gradient_errors = self.layout.terms.options, self.layout.terms.gradient_errors
-        lines = [gradient_errors.came_late(index) for index in dict.fromkeys(self._late)]
+        lines = [gradient_errors.late_text(index) for index in dict.fromkeys(self._late)]
         if expected_gradients.is_learned and options.is_static:
-            changes = expected_gradients.find_changes(self.counts, came)
+            changes = expected_gradients.find_changes(self.counts, computed)
             lines += [
-                gradient_errors.came_unlike_first(index, *counts)
+                gradient_errors.unlike_first_text(index, *counts)
                 for index, counts in changes.items()
             ]
         elif expected_gradients.is_learned and options.skips_unused:
             lines += [
-                gradient_errors.was_skipped(index) for index in self.layout.unsent if came[index]
+                gradient_errors.was_skipped(index)
+                for index in self.layout.unsent
+                if computed[index]
             ]
         return lines
 
@@ -209,7 +211,7 @@ class Backward:
         """
         reducer_state, layout, rest = self.reducer_state, self.layout, self.rest()
         for bucket_state in rest:
-            bucket_state.take(is_zero=not outcome.came)
+            bucket_state.take(is_zero=not outcome.computed)
         if rest:
             has_gradient = self._find_gradients(outcome, has_local_sums=has_local_sums)
             layout.status_flags.write(outcome.ending, has_gradient)
@@ -228,9 +230,9 @@ class Backward:
         self, outcome: BackwardOutcome, *, has_local_sums: bool
     ) -> list[bool] | None:
         """Return for each parameter if this rank adds a new gradient; None if all or none."""
-        if outcome.ending is Ending.WHOLE or not outcome.came:
+        if outcome.ending is Ending.COMPLETE or not outcome.computed:
             return None
-        has = list(outcome.came)
+        has = list(outcome.computed)
         for bucket in self.layout.buckets:
             rows = zip(bucket.indices, bucket.members, bucket.views, strict=True)
             for index, member, view in rows:
@@ -259,7 +261,7 @@ class Backward:
 
     def give(self, outcome: BackwardOutcome) -> None:
         """Write averages to ``.grad`` of parameters with a gradient on any rank."""
-        is_complete = outcome.ending is Ending.WHOLE
+        is_complete = outcome.ending is Ending.COMPLETE
         is_used = outcome.find_used(is_complete=is_complete)
         share = (
             1.0 if self.reducer_state.hook is not None else self.reducer_state.active_ranks.share

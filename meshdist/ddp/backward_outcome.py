@@ -45,7 +45,7 @@ from .status_flags import Ending
 
 T = TypeVar("T")
 
-_HAD_BACKWARD = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)
+_HAD_BACKWARD = (Ending.COMPLETE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)
 
 
 class BackwardOutcome:
@@ -54,7 +54,7 @@ class BackwardOutcome:
     Args:
         ending: on this rank; None if it has no data.
         num_active: the number of ranks with data.
-        came: by parameter, whether this rank computed its gradient.
+        computed: by parameter, whether this rank computed its gradient.
         lacking: parameters that require a gradient and got none since the forward.
         unexpected: error lines.
     """
@@ -62,14 +62,14 @@ class BackwardOutcome:
     def __init__(
         self,
         layout: BucketLayout,
-        ending: Ending | None = Ending.WHOLE,
+        ending: Ending | None = Ending.COMPLETE,
         num_active: int = 0,
-        came: Sequence[bool] = (),
+        computed: Sequence[bool] = (),
         lacking: Sequence[int] = (),
         unexpected: Sequence[str] = (),
     ) -> None:
         self.ending = ending
-        self.came = came
+        self.computed = computed
         self._layout = layout
         self._lacking = lacking
         self._unexpected = unexpected
@@ -80,19 +80,19 @@ class BackwardOutcome:
         self._is_noted = False  # flags are stored but not read
 
     def followed_by(
-        self, came: Sequence[bool], unexpected: Sequence[str], num_active: int
+        self, computed: Sequence[bool], unexpected: Sequence[str], num_active: int
     ) -> BackwardOutcome:
         """Return the next backward's outcome; arguments as for ``BackwardOutcome``."""
-        is_complete = False not in came
+        is_complete = False not in computed
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):
             parameters = self._layout.terms.parameters
             # Several backwards after one forward may each compute some gradients.
-            lacking = [i for i in self._lacking if not came[i] and parameters[i].requires_grad]
-        ending = Ending.WHOLE if is_complete else Ending.PARTIAL
+            lacking = [i for i in self._lacking if not computed[i] and parameters[i].requires_grad]
+        ending = Ending.COMPLETE if is_complete else Ending.PARTIAL
         if unexpected or lacking:
             ending = Ending.UNEXPECTED if unexpected else Ending.LACKING
-        return BackwardOutcome(self._layout, ending, num_active, came, lacking, unexpected)
+        return BackwardOutcome(self._layout, ending, num_active, computed, lacking, unexpected)
 
     def followed_by_none(self, ending: Ending | None, num_active: int) -> BackwardOutcome:
         """Return the next outcome, without gradients; ``ending`` is None without data."""
@@ -171,7 +171,9 @@ class BackwardOutcome:
             if any(0.5 < share * num_ranks < most for share in self._shares):
                 # The parameter is frozen on some ranks.
                 self._someone_lacks = True
-                self._lacking = [index for index, has_come in enumerate(self.came) if not has_come]
+                self._lacking = [
+                    index for index, is_computed in enumerate(self.computed) if not is_computed
+                ]
         is_cut = Ending.INTERRUPTED in has or (
             Ending.ABSENT in has and not has.isdisjoint(_HAD_BACKWARD)
         )

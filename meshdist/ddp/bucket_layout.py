@@ -209,7 +209,7 @@ class BucketLayout:
         )
 
     @cached_property
-    def places(self) -> dict[int, tuple[int, int]]:
+    def positions(self) -> dict[int, tuple[int, int]]:
         """The bucket number and slot of each sent parameter."""
         return {
             index: (number, slot)

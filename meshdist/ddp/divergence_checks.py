@@ -29,7 +29,7 @@ _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas diverge on purpos
 _LOOKS, _LOOK_EVERY = 3, 100  # forwards that check for gradients that are not averaged
 _IN_BACKWARD = "_in_backward_optimizers"
 """The attribute that torch's ``_apply_optimizer_in_backward`` sets on parameters."""
-_PARTED = (
+_DIVERGED = (
     "find the rank that differs with {} (check loaded or initialized weights, learning rate, "
     "clipping, steps under no_sync(), eval(), hardware faults)"
 )
@@ -165,7 +165,7 @@ class DivergenceChecks:
                 expected="bitwise equal parameters on every rank, and eval() on all ranks or none",
                 found="\n".join(text for text, _, _ in found)
                 + "\nwithin rounding error" * is_rounding,
-                fix=f"{_ROUNDED if is_rounding else _PARTED.format(comparison)}; then load "
+                fix=f"{_ROUNDED if is_rounding else _DIVERGED.format(comparison)}; then load "
                 "one state on every rank; if replicas should differ, wrap with verify_every=0",
             )
 

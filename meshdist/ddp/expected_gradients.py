@@ -39,18 +39,18 @@ class ExpectedGradients:
         self.expected = [_NEVER] * self._num
         self.order = self.order or list(order)
 
-    def backward_ends(self, counts: Sequence[int], came: Sequence[bool]) -> None:
-        """Expect ``counts`` per gradient next; until learned, also store which ``came``."""
+    def backward_ends(self, counts: Sequence[int], computed: Sequence[bool]) -> None:
+        """Expect ``counts`` per gradient next; until learned, also store which ``computed``."""
         if not self.is_learned or max(counts) > 1 or max(self.expected) > 1:
             self.expected = [max(count, 1) for count in counts]
         if not (self.is_learned and self.learned):
-            self.learned = tuple(map(max, counts, map(int, came)))
+            self.learned = tuple(map(max, counts, map(int, computed)))
 
     def find_changes(
-        self, counts: Sequence[int], came: Sequence[bool]
+        self, counts: Sequence[int], computed: Sequence[bool]
     ) -> dict[int, tuple[int, int]]:
         """Return {index: (count now, count learned)} of gradients whose counts differ."""
-        now = map(max, counts, map(int, came))
+        now = map(max, counts, map(int, computed))
         both = enumerate(zip(now, self.learned, strict=False))
         return {index: pair for index, pair in both if pair[0] != pair[1]}
 

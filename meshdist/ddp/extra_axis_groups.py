@@ -38,10 +38,10 @@ def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
         >>> axes_spanned(mesh, [0, 2]), axes_spanned(mesh, [0, 1, 2, 3, 4])
         (('dp',), ('dp', 'tp'))
     """
-    places = np.argwhere(np.isin(layout.ranks(), np.asarray(ranks)))
-    if not len(places):
+    coordinates = np.argwhere(np.isin(layout.ranks(), np.asarray(ranks)))
+    if not len(coordinates):
         return ()
-    differ = (places != places[0]).any(axis=0)
+    differ = (coordinates != coordinates[0]).any(axis=0)
     return tuple(
         name for name, is_spanned in zip(layout.names or (), differ, strict=False) if is_spanned
     )
@@ -91,8 +91,8 @@ def further_axes(
     for name, x in parameters.items():
         summed = annotation_of(x).summed_axes
         text = with_kinds(type_of(x), {axis: "R" for axis in summed if axis in sizes})
-        place = f"{shown(axes.axis_names)} of {mesh_text(mesh)}"
-        about = f"DDP over {place}; {name}: {tensor_text(x)}"
+        where = f"{shown(axes.axis_names)} of {mesh_text(mesh)}"
+        about = f"DDP over {where}; {name}: {tensor_text(x)}"
         if found := find_further_axes(text, own, sizes, about):
             further[name] = found
     return further

@@ -44,7 +44,7 @@ from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import has_foreach_support, hidden_from_modes
 from ..error_text import ranks_text, with_article
 from ..errors import ArgumentError, AxisTypeError, GradientError, KindError, MeshError
-from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import find_current_mesh, require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
 from ..reduce_ops import ReduceOp
@@ -253,11 +253,11 @@ def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Device
             kinds = kinds_in(gradient_type_of(parameter))
             _reject_unreduced(index, parameter, kinds, None)
             if axes := [axis for axis, kind in kinds.items() if kind == "V"]:
-                mesh_in_force(
+                require_current_mesh(
                     "clip_grad_norm_", f" of a parameter that is sharded over {shown(axes)}"
                 )
         if len({getattr(parameter, "device_mesh", None) for parameter in given}) > 1:
-            mesh_in_force(
+            require_current_mesh(
                 "clip_grad_norm_", " of DTensors on several meshes, or mixed with plain tensors"
             )
     return mesh
@@ -338,7 +338,7 @@ def _axes_cut(
     for axis in kinds:
         if axis not in mesh.axis_names:
             error = no_axis(axis, mesh.axis_names, f"clip_grad_norm_ on {mesh_text(mesh)}")
-            raise with_hidden_mesh(error, given_mesh)
+            raise with_outer_mesh_hint(error, given_mesh)
     return frozenset(a for a, kind in kinds.items() if kind == "V" and mesh.axis_sizes[a] > 1)
 
 

@@ -90,10 +90,10 @@ class GradientErrors:
             "to checkpoint()",
         )
 
-    def came_late(self, index: int) -> str:
+    def late_text(self, index: int) -> str:
         return f"{self.describe(index)} was added to after its bucket had been sent"
 
-    def came_unlike_first(self, index: int, count: int, learned: int) -> str:
+    def unlike_first_text(self, index: int, count: int, learned: int) -> str:
         """Return a line on a gradient computed ``count`` times, but ``learned`` in step 1."""
         return (
             f"{self.describe(index)}: computed {_times(count)}, in the first step {_times(learned)}"
@@ -139,7 +139,7 @@ class GradientErrors:
             fix="set it right after you wrap the model",
         )
 
-    def warn_of_hook_beside_wider(self, indices: Iterable[int]) -> None:
+    def warn_of_hook_with_wider_group(self, indices: Iterable[int]) -> None:
         """Warn that a communication hook skips ``indices``, reduced over additional axes."""
         summary = "a communication hook averages over the wrapper's group only"
         names = [self.names[index] for index in indices]
@@ -147,14 +147,14 @@ class GradientErrors:
         expected = "all gradients averaged over one group; these are averaged without the hook"
         warn_caller(explain(summary, where=self._where, expected=expected, found=found))
 
-    def group_beside_wider(self) -> GradientError:
+    def group_with_wider(self) -> GradientError:
         return self._error(
             "cannot change the group of a wrapper whose parameters are annotated as reduced",
             expected="parameters without annotations of axes to reduce over",
             fix="del ddp and its outputs, and wrap the model again with device_mesh=",
         )
 
-    def joined_beside_wider(self) -> JoinError:
+    def joined_with_wider(self) -> JoinError:
         return JoinError(
             "cannot use a join context with parameters that are reduced over additional axes",
             where=self._where,
@@ -226,7 +226,7 @@ class GradientErrors:
             fix="call both in one hook, or wrap the model again",
         )
 
-    def hook_beside_precision(self) -> ArgumentError:
+    def hook_with_precision(self) -> ArgumentError:
         return self._argument_error(
             "a communication hook cannot be used with mixed_precision",
             expected="a hook, or mixed_precision",

@@ -18,7 +18,7 @@ from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.group_calls import new_subgroups
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
 from .replicas import check_equal
@@ -301,7 +301,9 @@ def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
 def _mesh_of_axes(axes: list[str], given_mesh: object) -> DeviceMesh:
     """Return the given or current mesh; raise if it lacks the axes."""
     call, over = "HierarchicalModelAverager", f" over axes {', '.join(map(repr, axes))}"
-    mesh = mesh_in_force(call, over, "process_group=mesh") if given_mesh is None else given_mesh
+    mesh = (
+        require_current_mesh(call, over, "process_group=mesh") if given_mesh is None else given_mesh
+    )
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"{call}{over} requires a mesh",
@@ -313,7 +315,7 @@ def _mesh_of_axes(axes: list[str], given_mesh: object) -> DeviceMesh:
         mesh.layout.axis_indices(axes)
     except AxisError as error:
         fix = "pass the mesh: process_group=mesh"
-        raise with_hidden_mesh(error, given_mesh, fix) from None
+        raise with_outer_mesh_hint(error, given_mesh, fix) from None
     return mesh
 
 

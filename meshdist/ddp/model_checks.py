@@ -136,17 +136,17 @@ def module_state(
     state: dict[str, torch.Tensor] = dict(module.named_parameters())
     if with_buffers:
         state.update(module.named_buffers())
-    left_out = set(ignored)
-    return {name: tensor for name, tensor in state.items() if name not in left_out}
+    excluded = set(ignored)
+    return {name: tensor for name, tensor in state.items() if name not in excluded}
 
 
 def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Parameter]:
     """Return the parameters that require a gradient and are not ignored, by name."""
-    left_out = set(ignored)
+    excluded = set(ignored)
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and name not in left_out
+        if parameter.requires_grad and name not in excluded
     }
 
 
@@ -321,25 +321,25 @@ def reject_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGr
 def delayed_indices(
     parameters: Sequence[nn.Parameter],
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
-    behind: nn.Parameter | None,
+    trigger: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
-    """Return the indices of ``delayed`` and ``behind`` in ``parameters``; raise if any is missing.
+    """Return the indices of ``delayed`` and ``trigger`` in ``parameters``; raise if any is missing.
 
     Args:
-        delayed: (name, parameter) pairs, reduced once ``behind`` has its gradient.
+        delayed: (name, parameter) pairs, reduced once ``trigger`` has its gradient.
     """
-    if delayed is None and behind is None:
+    if delayed is None and trigger is None:
         return frozenset(), None
-    if delayed is None or behind is None:
+    if delayed is None or trigger is None:
         given, lacking = ["delay_all_reduce_named_params", "param_to_hook_all_reduce"][
-            :: 1 if behind is None else -1
+            :: 1 if trigger is None else -1
         ]
         raise ArgumentError(
             f"{given} requires {lacking}",
             expected="both arguments, or neither",
             fix=f"pass {lacking} too",
         )
-    places = {id(parameter): index for index, parameter in enumerate(parameters)}
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     pairs = [*delayed]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise KindError(
@@ -347,14 +347,14 @@ def delayed_indices(
             expected="a list of (name, parameter) pairs",
             fix="pass for example list(module.named_parameters())",
         )
-    for name, parameter in [*pairs, ("param_to_hook_all_reduce", behind)]:
-        if id(parameter) not in places:
+    for name, parameter in [*pairs, ("param_to_hook_all_reduce", trigger)]:
+        if id(parameter) not in indices:
             raise ArgumentError(
                 f"{name} is not a trainable parameter of the module",
                 expected="delayed parameters, and the parameter they wait for, from the module",
                 fix="take them from module.named_parameters()",
             )
-    return frozenset(places[id(parameter)] for _, parameter in pairs), places[id(behind)]
+    return frozenset(indices[id(parameter)] for _, parameter in pairs), indices[id(trigger)]
 
 
 def find_devices(

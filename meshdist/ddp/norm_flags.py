@@ -151,16 +151,16 @@ def rejected_norm(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> Grad
     axes_of_wrapper: set[str] = set()
     has_it: dict[Any, tuple[str, dict[int, bool]]] = {}  # by axes, part, and index in the order
     for rank, theirs in zip(group.ranks, of_all, strict=True):
-        places: Counter[frozenset[str]] = Counter()
+        axes_counts: Counter[frozenset[str]] = Counter()
         for text, axes, has, ranks in theirs:
             if _are_several_on(ranks, mesh):
                 local.setdefault(text, []).append(rank)
                 axes_of_wrapper.update(axes_spanned(mesh.layout, ranks))
             if not axes:
                 continue
-            key = axes, _part_and_index(axes, mesh, rank)[0], places[axes]
+            key = axes, _part_and_index(axes, mesh, rank)[0], axes_counts[axes]
             has_it.setdefault(key, (text, {}))[1][rank] = has
-            places[axes] += 1
+            axes_counts[axes] += 1
     if local:
         lines = [f"{text}, on {ranks_text(ranks)}" for text, ranks in local.items()]
         return _rejected_local(lines, axes_of_wrapper, mesh)

@@ -81,32 +81,32 @@ class CastParameters:
     ) -> None:
         self._module = module
         self._dtype = config.param_dtype
-        left_out = {
+        excluded = {
             id(tensor)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]
             if name in ignored
         }
         if config.buffer_dtype is not None:
             for buffer in module.buffers():
-                if buffer.is_floating_point() and id(buffer) not in left_out:
+                if buffer.is_floating_point() and id(buffer) not in excluded:
                     buffer.data = buffer.to(config.buffer_dtype)
         self._is_cast = False  # whether all parameters are cast, as the root module runs
-        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        self._owners: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._restored: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
         self._handles: list[Any] = []
         if self._dtype is None:
             return
         for owner in module.modules():
-            places = [
+            owners = [
                 (child, name)
                 for child in owner.modules()
                 for name, parameter in child._parameters.items()
                 if parameter is not None
                 and parameter.is_floating_point()
-                and id(parameter) not in left_out
+                and id(parameter) not in excluded
             ]
-            if places:
-                self._places[owner] = places
+            if owners:
+                self._owners[owner] = owners
                 self._handles += [
                     owner.register_forward_pre_hook(self._cast),
                     owner.register_forward_hook(self._restore, always_call=True),
@@ -137,7 +137,7 @@ class CastParameters:
             return
         self._is_cast = owner is self._module
         known: dict[int, torch.Tensor] = {}
-        for child, name in self._places[owner]:
+        for child, name in self._owners[owner]:
             parameter = child._parameters[name]
             if isinstance(parameter, nn.Parameter) and parameter.dtype is not self._dtype:
                 low = known.get(id(parameter))

@@ -102,7 +102,7 @@ class Reducer:
         )
         self.backward: Backward | None = None  # set from its first output to its end
         self._local = LocalBackwards()
-        self._hooks = GradientHooks(list(parameters), self._gradient_came)
+        self._hooks = GradientHooks(list(parameters), self._on_gradient)
         self._state = Phase.IDLE
         gradient_errors, order = GradientErrors(names, group), range(num - 1, -1, -1)
         self._lay(
@@ -166,7 +166,7 @@ class Reducer:
         """Average with a communication hook; raise if invalid, late or second."""
         terms, reducer_state = self.layout.terms, self.reducer_state
         if terms.options.dtype is not None:
-            raise terms.gradient_errors.hook_beside_precision()
+            raise terms.gradient_errors.hook_with_precision()
         if reducer_state.hook is not None:
             raise terms.gradient_errors.hook_again(reducer_state.hook.name)
         if (
@@ -176,7 +176,7 @@ class Reducer:
         ):
             raise terms.gradient_errors.hook_late()
         if terms.extra_groups.groups:
-            terms.gradient_errors.warn_of_hook_beside_wider(terms.extra_groups.groups)
+            terms.gradient_errors.warn_of_hook_with_wider_group(terms.extra_groups.groups)
         reducer_state.hook = RegisteredHook(state, hook, terms.group)
         self._lay(terms, self.buckets)
 
@@ -317,7 +317,7 @@ class Reducer:
             self._state = state
 
     @untraced
-    def _gradient_came(self, index: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
         """Count gradient ``index`` in the backward to average; store it if that has not begun."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
@@ -367,18 +367,18 @@ class Reducer:
     def _finish(self, backward: Backward) -> None:
         """End a backward: average its gradients, zeros if missing; drop it if it has none."""
         reducer_state, local = self.reducer_state, self._local
-        came = backward.find_came()
-        if not backward.is_open and True in came:
+        computed = backward.find_computed()
+        if not backward.is_open and True in computed:
             backward.open()
         if not backward.is_open:  # no parameter was involved, such as in autograd.grad of inputs
             self.backward = None
             local.takes_any = backward.has_graph  # a loss of that derivative may reach no output
             local.is_averaged_expected = True
             return
-        unexpected = backward.find_unexpected(came)
-        outcome = self._outcome.followed_by(came, unexpected, reducer_state.active_ranks.num)
+        unexpected = backward.find_unexpected(computed)
+        outcome = self._outcome.followed_by(computed, unexpected, reducer_state.active_ranks.num)
         backward.outcome = outcome
-        reducer_state.expected_gradients.backward_ends(backward.counts, came)
+        reducer_state.expected_gradients.backward_ends(backward.counts, computed)
         self._end(backward, outcome)
         terms = backward.layout.terms
         if reducer_state.hook is None:

@@ -22,17 +22,17 @@ class ModelBuffers:
     """The locations of a model's buffers, also after reassignment."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
-        left_out = set(ignored)
-        self._places = [
+        excluded = set(ignored)
+        self._owners = [
             (owner, name, f"{prefix}.{name}" if prefix else name)
             for prefix, owner in module.named_modules()
             for name, buffer in owner._buffers.items()
-            if buffer is not None and (f"{prefix}.{name}" if prefix else name) not in left_out
+            if buffer is not None and (f"{prefix}.{name}" if prefix else name) not in excluded
         ]
         self._hook: tuple[object, Callable[..., Any], bool] | None = None
 
     def named(self) -> dict[str, torch.Tensor]:
-        found = ((name, getattr(owner, key)) for owner, key, name in self._places)
+        found = ((name, getattr(owner, key)) for owner, key, name in self._owners)
         return {name: buffer for name, buffer in found if buffer is not None}
 
     def set_hook(self, state: object, hook: Callable[..., Any], *, is_before: bool) -> None:
@@ -48,7 +48,7 @@ class ModelBuffers:
     def is_synchronised_now(self, *, is_before: bool) -> bool:
         """Return whether buffers are broadcast before (``is_before``) or after the forward."""
         runs_before = self._hook is None or self._hook[2]
-        return bool(self._places) and runs_before is is_before
+        return bool(self._owners) and runs_before is is_before
 
     def synchronise(self, group: ProcessGroup, source: int = 0) -> list[Any]:
         """Broadcast the buffers of group rank ``source``; or return the hook's futures."""

@@ -157,12 +157,12 @@ class DistributedSampler(data.DistributedSampler[T]):
         whole: Any = data.DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
         whole.set_epoch(self.epoch)
         order = list(whole)
-        left, size = order[self._begin :], self.num_replicas
+        remaining, size = order[self._begin :], self.num_replicas
         if self.drop_last:
-            left = left[: len(left) // size * size]
+            remaining = remaining[: len(remaining) // size * size]
         elif self.pad:
-            left += islice(cycle(order), -len(left) % size)
-        share = left[self.rank :: size]
+            remaining += islice(cycle(order), -len(remaining) % size)
+        share = remaining[self.rank :: size]
         self._num_given, self._rest, self._reader = len(share), iter(share), _find_reader()
         return self._rest
 

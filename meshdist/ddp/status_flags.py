@@ -17,7 +17,7 @@ from .device_streams import reader_for
 class Ending(IntEnum):
     """The endings of a rank's backward, as indices of flags."""
 
-    WHOLE = 0
+    COMPLETE = 0
     PARTIAL = 1
     """Gradients are missing, which is no error."""
     LACKING = 2
@@ -42,7 +42,7 @@ class StatusFlags:
         eye = torch.eye(len(Ending), dtype=numbers.dtype, device=numbers.device)
         self._flags_of = eye.mul_(unit).unbind()
         self._whole = torch.full_like(numbers, unit)
-        self._whole[: len(Ending)] = self._flags_of[Ending.WHOLE]
+        self._whole[: len(Ending)] = self._flags_of[Ending.COMPLETE]
         self.reader = reader_for(numbers.device, len(numbers))
 
     def write(self, ending: Ending | None, has_gradient: Sequence[bool] | None) -> None:
@@ -52,7 +52,7 @@ class StatusFlags:
             ending: None on a rank without data, which sets no flag.
             has_gradient: for each parameter; None if all have a gradient, or none.
         """
-        if ending is Ending.WHOLE:
+        if ending is Ending.COMPLETE:
             self.numbers.copy_(self._whole)
             return
         self.numbers.zero_()

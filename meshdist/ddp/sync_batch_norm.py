@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..bootstrap.world import find_unjoined_place, find_world
+from ..bootstrap.world import find_launched_rank, find_world
 from ..collectives.tensor_collectives import all_reduce
 from ..error_text import with_article
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
@@ -207,7 +207,7 @@ class SyncBatchNorm(_BatchNorm):
     @untraced
     def _find_group(self) -> ProcessGroup | None:
         """Return the group to synchronize; None without a world or other ranks."""
-        if self.process_group is None and find_world() is None and find_unjoined_place() is None:
+        if self.process_group is None and find_world() is None and find_launched_rank() is None:
             return None
         group = resolve_group(self.process_group)
         return group if group.size() > 1 else None

@@ -58,15 +58,15 @@ def ragged_all_to_all(
         plain = numbers.tolist() if hasattr(numbers, "tolist") else numbers
         lists.append(_integers(plain, "ragged_all_to_all", name, "a one-dim array or a list"))
     _check_here(operand, output, lists, group)
-    starts, sent, places, taken = lists
+    starts, sent, starts_there, received = lists
     with outside_transforms():
-        arriving_sizes, offsets = _exchange_sizes(sent, places, group)
-        _check_everywhere(output, arriving_sizes, offsets, taken, group)
+        arriving_sizes, offsets = _exchange_sizes(sent, starts_there, group)
+        _check_everywhere(output, arriving_sizes, offsets, received, group)
     count = len(sent) // group.size()
     rows = operand.index_select(0, _rows(starts, sent, operand.device))
     op_name = f"lax.ragged_all_to_all(rows of {tuple(rows.shape[1:])})"
-    arrived = exchange_rows(rows, group, _sums(sent, count), _sums(taken, count), op_name)
-    return output.index_copy(0, _rows(offsets, taken, output.device), arrived)
+    arrived = exchange_rows(rows, group, _sums(sent, count), _sums(received, count), op_name)
+    return output.index_copy(0, _rows(offsets, received, output.device), arrived)
 
 
 def _check_here(
@@ -101,24 +101,24 @@ def _check_here(
             found=", ".join(f"{length} {name}" for name, length in lengths.items()),
             fix="pass the same number of slices for each rank, in all four lists",
         )
-    starts, sent, places, taken = lists
+    starts, sent, offsets, received = lists
     ends = [start + size for start, size in zip(starts, sent, strict=True)]
     if min(map(min, lists)) < 0 or max(ends) > operand.shape[0]:
         raise ArgumentError(
             "ragged_all_to_all: slices must be within operand",
             where=where,
             expected=f"no negative number, and no slice that ends after row {operand.shape[0]}",
-            found=f"input_offsets {starts}, send_sizes {sent}, output_offsets {places}, "
-            f"recv_sizes {taken}",
+            found=f"input_offsets {starts}, send_sizes {sent}, output_offsets {offsets}, "
+            f"recv_sizes {received}",
             fix="pass the first row of each slice in input_offsets, and its rows in send_sizes",
         )
 
 
 def _exchange_sizes(
-    sent: list[int], places: list[int], group: ProcessGroup
+    sent: list[int], starts_there: list[int], group: ProcessGroup
 ) -> tuple[list[int], list[int]]:
     """Exchange the size and output offset of each slice; return the received numbers."""
-    mine = torch.tensor([sent, places], device="cpu").T.contiguous()
+    mine = torch.tensor([sent, starts_there], device="cpu").T.contiguous()
     theirs = torch.empty_like(mine)
     device = group.first_device_type()
     mine, theirs = mine.to(device), theirs.to(device)
@@ -185,15 +185,15 @@ def exchange_rows(
     rows: torch.Tensor,
     group: ProcessGroup,
     sent: tuple[int, ...],
-    taken: tuple[int, ...],
+    received: tuple[int, ...],
     op_name: str,
 ) -> torch.Tensor:
     """Exchange ``rows`` in sizes that both sides know; return received rows by sender; V -> V.
 
     Args:
-        sent, taken: rows to send to, and receive from, each rank.
+        sent, received: rows to send to, and receive from, each rank.
     """
-    return call_function(_RowExchange, rows, group, sent, taken, op_name)
+    return call_function(_RowExchange, rows, group, sent, received, op_name)
 
 
 class _RowExchange(LinearFunction):
@@ -206,18 +206,18 @@ class _RowExchange(LinearFunction):
         rows: torch.Tensor,
         group: ProcessGroup,
         sent: tuple[int, ...],
-        taken: tuple[int, ...],
+        received: tuple[int, ...],
         op_name: str,
     ) -> torch.Tensor:
-        arrived = new_like(rows, (sum(taken), *rows.shape[1:]))
-        run_named("all_to_all_single", group, op_name, arrived, rows, list(taken), list(sent))
+        arrived = new_like(rows, (sum(received), *rows.shape[1:]))
+        run_named("all_to_all_single", group, op_name, arrived, rows, list(received), list(sent))
         return arrived
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        group, sent, taken, op_name = ctx.rest
+        group, sent, received, op_name = ctx.rest
         return (
-            call_function(_RowExchange, grad, group, taken, sent, op_name),
+            call_function(_RowExchange, grad, group, received, sent, op_name),
             None,
             None,
             None,
@@ -295,7 +295,7 @@ def pshuffle(
             found=repr(perm),
             fix="pass each index once, or call ppermute with pairs for some ranks only",
         )
-    pairs = tuple((source, place) for place, source in enumerate(sources))
+    pairs = tuple((source, index) for index, source in enumerate(sources))
     return call_function(_Ppermute, x, group, pairs, lax_name("pshuffle", leaf_name, x.shape))
 
 
@@ -304,8 +304,8 @@ def pbroadcast(
 ) -> torch.Tensor:
     """Broadcast ``x`` of group rank ``source`` to every rank; V -> I."""
     last = group.size() - 1
-    place = get_integer(source, "pbroadcast: source", 0, last, where=group.name)
-    return call_function(_Pbroadcast, x, group, place, lax_name("pbroadcast", leaf_name, x.shape))
+    root = get_integer(source, "pbroadcast: source", 0, last, where=group.name)
+    return call_function(_Pbroadcast, x, group, root, lax_name("pbroadcast", leaf_name, x.shape))
 
 
 def _integers(
@@ -336,10 +336,10 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
         source, destination = _integers(pair, "ppermute", "each pair of perm")
         pairs.append((source, destination))
     size = group.size()
-    for places, role in zip(zip(*pairs, strict=True), ("source", "destination"), strict=False):
-        if len({*places}) < len(places) or not 0 <= min(places) <= max(places) < size:
-            outside = [place for place in places if not 0 <= place < size]
-            twice = [place for place in places if places.count(place) > 1]
+    for members, role in zip(zip(*pairs, strict=True), ("source", "destination"), strict=False):
+        if len({*members}) < len(members) or not 0 <= min(members) <= max(members) < size:
+            outside = [member for member in members if not 0 <= member < size]
+            twice = [member for member in members if members.count(member) > 1]
             wrong = (outside or twice)[0]
             raise ArgumentError(
                 f"ppermute over {group.name}: {role} {wrong} "
@@ -378,16 +378,16 @@ class _Ppermute(LinearFunction):
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, op_name: str) -> torch.Tensor:
         me, size, count = group.rank(), group.size(), x.numel()
-        sent, taken = [0] * size, [0] * size
+        sent, received = [0] * size, [0] * size
         for source, destination in pairs:
             if source == me:
                 sent[destination] = count
             if destination == me:
-                taken[source] = count
+                received[source] = count
         arrived = new_like(x)
-        parts = arrived.view(-1)[: sum(taken)], x.reshape(-1)[: sum(sent)]
-        run_named("all_to_all_single", group, op_name, *parts, taken, sent)
-        return arrived if any(taken) else arrived.zero_()
+        parts = arrived.view(-1)[: sum(received)], x.reshape(-1)[: sum(sent)]
+        run_named("all_to_all_single", group, op_name, *parts, received, sent)
+        return arrived if any(received) else arrived.zero_()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -410,16 +410,16 @@ class _Pbroadcast(InvariantFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         check_gradient(ctx, grad, ctx.rest[0], "pbroadcast")
-        return call_function(_KeptAt, grad, *ctx.rest), None, None, None
+        return call_function(_KeepOnRoot, grad, *ctx.rest), None, None, None
 
 
-class _KeptAt(LinearFunction):
-    """Autograd function I -> V: rank ``place`` keeps the value, others get zeros; free."""
+class _KeepOnRoot(LinearFunction):
+    """Autograd function I -> V: rank ``root`` keeps the value, others get zeros; free."""
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, place: int, op_name: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, root: int, op_name: str) -> torch.Tensor:
         result = new_like(x)
-        return result.copy_(x) if group.rank() == place else result.zero_()
+        return result.copy_(x) if group.rank() == root else result.zero_()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -63,7 +63,7 @@ def check_invariant(
             where=where,
             expected=expected,
             found=difference.found,
-            fix=fix if isinstance(fix, str) else fix(difference.far),
+            fix=fix if isinstance(fix, str) else fix(difference.differing),
         )
 
 
@@ -118,12 +118,12 @@ _LARGEST_CONTAINER = 1000
 def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str]:
     """Return the variable names of tensors, by ``id``, in ``frame`` and its callers."""
     # For example `weight`, `model.0.bias` of a parameter, or `params['head']` in a tree.
-    wanted = {id(tensor) for tensor in tensors}
+    identities = {id(tensor) for tensor in tensors}
     found: dict[int, str] = {}
     here: FrameType | None = frame
-    while here is not None and len(found) < len(wanted):
+    while here is not None and len(found) < len(identities):
         for name, tensor in _held(here.f_locals):
-            if id(tensor) in wanted:
+            if id(tensor) in identities:
                 found.setdefault(id(tensor), name)
         here = here.f_back
     return found
@@ -210,14 +210,14 @@ def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, operatio
         if len(world.compared) > _COMPARED_IN_ALL:
             del world.compared[next(iter(world.compared))]
     rank, *numbers = first.split()
-    far = _sketch_distance(sketch, [*map(float, numbers)])
-    if far <= tolerance(grad):
+    distance = _sketch_distance(sketch, [*map(float, numbers)])
+    if distance <= tolerance(grad):
         return
     error = GradientError(
         f"the gradient that reaches {operation} over {group.name} is not the same on every rank",
         where=f"backward of {what}",
         expected=f"equal gradients, since the result of {operation} is equal on every rank",
-        found=f"rank {world.rank} differs from rank {rank}, by {far:.2g} of its norm",
+        found=f"rank {world.rank} differs from rank {rank}, by {distance:.2g} of its norm",
         fix=PVARY_FIX.format(operation=operation),
     )
 

@@ -153,7 +153,7 @@ class Agreements:
         meeting = _PendingAgreement(world, self.endings, *about)
         with within(meeting.deadline):
             try:
-                meeting.come(keys.values(), lack)
+                meeting.arrive(keys.values(), lack)
                 meeting.await_outcome()
             except BaseException as error:
                 meeting.leave(error)
@@ -193,7 +193,7 @@ class _PendingAgreement:
         self._is_last = False
         self._looks: dict[ArrivalCounter, Looks] = {}
 
-    def come(self, offer_keys: Iterable[str], lack: str) -> None:
+    def arrive(self, offer_keys: Iterable[str], lack: str) -> None:
         """Store any ``lack``; count ``offer_keys`` and this rank; the last writes the outcome."""
         store, name, below = self._store, self.name, f"{self.name}/{self._digest}"
         if lack:
@@ -201,8 +201,8 @@ class _PendingAgreement:
             store.set(f"{name}/lack", "")
         for key in offer_keys:
             store.add(key, 1)
-        place, _ = self._all.count(store.add, below, self._rank)
-        if place == 1 and store.add(below, 1) == 1:  # no member had this definition before
+        position, _ = self._all.count(store.add, below, self._rank)
+        if position == 1 and store.add(below, 1) == 1:  # no member had this definition before
             store.set(f"{below}/about", self._about)
             store.set(f"{name}/digest/{store.add(f'{name}/digests', 1)}", self._digest)
         size, number = len(self.members), store.add(f"{name}/came", 1)
@@ -210,7 +210,7 @@ class _PendingAgreement:
         if self._is_last:
             self._conclude()
         # The first member of a block looks for the block's members, the first of all for all.
-        self._looks = {self._block: Looks(size, place), self._all: Looks(size, number)}
+        self._looks = {self._block: Looks(size, position), self._all: Looks(size, number)}
 
     def _is_first_to(self, end: str) -> bool:
         """Claim the right to write the outcome as ``end``; return whether this succeeded."""
@@ -246,8 +246,8 @@ class _PendingAgreement:
         if await_key(store, key, self.deadline, self._look):
             return
         # Claim the outcome first, so that a member that arrives now does not continue alone.
-        is_mine = self._is_first_to(f"give up by {self._rank}")
-        if not is_mine and await_key(store, key, Deadline(_TELLING_S)):
+        is_first = self._is_first_to(f"give up by {self._rank}")
+        if not is_first and await_key(store, key, Deadline(_TELLING_S)):
             return
         if not (missing := self._find_missing(self._all)):
             self._conclude()

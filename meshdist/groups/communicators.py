@@ -26,7 +26,7 @@ from ..backends.communicator import Communicator
 from ..backends.registry import BackendType, Opening
 from ..bootstrap.timeout_store import find_value, read_json, read_number, within
 from ..bootstrap.world import World
-from ..checking.call_sites import find_place, stack_text
+from ..checking.call_sites import find_call_site, stack_text
 from ..checking.fingerprint_table import CHECK_EVERY, FingerprintTable
 from ..checking.recorder import Recorder
 from ..errors import MeshdistError, StoreError
@@ -110,7 +110,7 @@ class Registry:
         self.world = world
         self.aborts: dict[str, dict[str, Any]] = {}
         """The abort message of each unusable communicator, by label."""
-        self.beside_backends = Recorder()
+        self.store_calls = Recorder()
         """Records calls that use the store instead of a communicator."""
         self.fingerprint_tables = FingerprintTables(world)
         self.endings = Endings(world)
@@ -134,8 +134,8 @@ class Registry:
             self.endings.announce(words=self.fingerprint_tables.make_words())
             self._answerer = StackDumper(self.where)
             signs = self.fingerprint_tables.signs_of_life()
-            told = self.answer, lambda it: self._abort_here(parse_abort(it)), self._look, signs
-            self._signals = ControlThread(world, world.handle, *told)
+            arguments = self.answer, lambda it: self._abort_here(parse_abort(it)), self._look, signs
+            self._signals = ControlThread(world, world.handle, *arguments)
         call_at_end(self._end)  # runs before the signals' handler, which was registered earlier
 
     @contextmanager
@@ -315,9 +315,9 @@ class Registry:
             known = read_json(store, key, parse_abort)
             # Its signal may not have arrived yet, and the next collective must not use the backend.
             self._abort_here(known)
-        elif known is None and store.check([told := f"{label}/{DISAGREEMENT}"]):
+        elif known is None and store.check([abort_key := f"{label}/{DISAGREEMENT}"]):
             # Of the members that have read it, some may have left before the first aborts.
-            fields = read_json(store, told, parse_disagreement)
+            fields = read_json(store, abort_key, parse_disagreement)
             self.break_here(label, reason_of(fields), disagreement=fields)
             known = self.aborts.get(label)
         return known
@@ -326,7 +326,7 @@ class Registry:
         """Return each communicator's last call, the call ``about`` and the current line."""
         asked = self._by_label.get(about.get("label", ""))
         recorders = [(opened.label, opened.recorder) for opened in self.all_opened()]
-        recorders.append(("", self.beside_backends))
+        recorders.append(("", self.store_calls))
         used = sorted(
             (pair for pair in recorders if pair[1].moment), key=lambda pair: pair[1].moment
         )
@@ -338,7 +338,7 @@ class Registry:
         text = None
         if about and asked is not None:  # a message may be on its way and not noted yet
             text = wait_until(partial(asked.recorder.text_about, about), Deadline(_NOTING_S))
-        now = find_place(self.world.thread_id, calls[-1]["text"] if calls else "")
+        now = find_call_site(self.world.thread_id, calls[-1]["text"] if calls else "")
         return {"calls": calls, "about": text, "now": now}
 
     def where(self) -> str:

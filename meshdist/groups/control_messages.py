@@ -40,11 +40,11 @@ T = TypeVar("T")
 _PERIOD_S = 0.125
 SURE_S = 30.0  # after which the store is asked though no alarm rings: its connection may be lost
 _LENT_S = 0.5  # between looks while a wait of this process has the alarm
-SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
+ALARM_DELAY_S = 1.0  # before this process makes an alarm: a lower rank may be about to start
 _ANSWER_S = 2.0
 _MOST_NAMED = 64  # ranks that a question names; where it is for more, it names none, and all answer
 _END_S = 20.0  # a request to the store ends in a few seconds
-_NUM_LEFT = "ended"
+_NUM_EXITED = "ended"
 
 
 class ControlReply(TypedDict):
@@ -91,7 +91,7 @@ class ControlThread:
         self._signs = signs
         self._alarm: KeyAlarm | None = None  # while this process looks for others
         self._awaited, self._is_proven = "", False
-        self._next_alarm, self._next_look = Deadline(SETTLE_S), Deadline(0.0)
+        self._next_alarm, self._next_look = Deadline(ALARM_DELAY_S), Deadline(0.0)
         self._look = look
         self._store = world.store
         self._rank = world.rank
@@ -131,18 +131,18 @@ class ControlThread:
                 os.read(self._woken, 1 << 16)
             has_ended = self._handle.has_ended()
         if not has_ended:  # another rank may be waiting for this one's receipt
-            self._drop_alarm(SETTLE_S)
+            self._drop_alarm(ALARM_DELAY_S)
             self._act_on_all(None)
         else:
             self._handle.let_server_end()
-        self._drop_alarm(SETTLE_S)
+        self._drop_alarm(ALARM_DELAY_S)
 
-    def _act_on_all(self, told: int | None) -> None:
-        """Handle new messages up to number ``told``; None: look in the store."""
+    def _act_on_all(self, announced: int | None) -> None:
+        """Handle new messages up to number ``announced``; None: look in the store."""
         try:
-            if told is not None:
-                self._drop_alarm(SETTLE_S)
-            latest = self._find_latest() if told is None else told
+            if announced is not None:
+                self._drop_alarm(ALARM_DELAY_S)
+            latest = self._find_latest() if announced is None else announced
             self._signs.beat(latest)  # before this process acts, which may take long
             while self._seen < latest:
                 self._seen += 1
@@ -174,7 +174,7 @@ class ControlThread:
         elif has_rung is None:
             self._next_look = Deadline(_LENT_S)
         elif latest > self._seen:  # an alarm that has not rung is worth nothing
-            self._drop_alarm(SETTLE_S)
+            self._drop_alarm(ALARM_DELAY_S)
         elif self._is_proven:
             self._next_look = Deadline(SURE_S)
         elif alarm is None and self._next_alarm.is_over:
@@ -279,7 +279,7 @@ class Endings:
     def __init__(self, world: World) -> None:
         self._world = world
         self._process_infos: dict[int, ProcessInfo] = {}
-        self._left: dict[int, tuple[str, dict[str, int]]] = {}
+        self._exited: dict[int, tuple[str, dict[str, int]]] = {}
         self._looked: dict[int, int] = {}  # how many had left when each was last looked for
 
     def announce(self, **more: Any) -> None:
@@ -291,7 +291,7 @@ class Endings:
         """Store how this rank leaves and its collectives per communicator label."""
         with suppress(StoreError):
             self._world.store.set(_ending_key(self._world.rank), json.dumps([how, num_calls]))
-            self._world.store.add(_NUM_LEFT, 1)
+            self._world.store.add(_NUM_EXITED, 1)
 
     def find(self, rank: int, label: str = "") -> str:
         """Return how ``rank`` left the world, or ""."""
@@ -314,14 +314,14 @@ class Endings:
                 process_info
             ) is False:
                 found[rank] = "has ended"
-        num_left = read_number(store, _NUM_LEFT)
+        num_exited = read_number(store, _NUM_EXITED)
         for rank in ranks:
-            if rank not in self._left and self._looked.get(rank, 0) < num_left:
+            if rank not in self._exited and self._looked.get(rank, 0) < num_exited:
                 if store.check([key := _ending_key(rank)]):
-                    self._left[rank] = read_json(store, key, lambda it: (str(it[0]), dict(it[1])))
-                self._looked[rank] = num_left
-            if rank in self._left:
-                how, counts = self._left[rank]
+                    self._exited[rank] = read_json(store, key, lambda it: (str(it[0]), dict(it[1])))
+                self._looked[rank] = num_exited
+            if rank in self._exited:
+                how, counts = self._exited[rank]
                 if how in IN_GOOD_ORDER and (number := counts.get(label)) is not None:
                     how += f"; it made {number} collective{'s' * (number != 1)} on this group"
                 found[rank] = how

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arrays import find_hand_back
+from ..arrays import find_cupy_sync
 from ..backends.communicator import Communicator, explained
 from ..backends.native_core import core
 from ..backends.operation_args import ROW_MAJOR, Layout, OperationArgs, Sizes, find_layout, flat
@@ -134,17 +134,17 @@ class DeviceGroup:
             if self._leaves_early and prepared.root is not None:
                 self._await_rooted(prepared)
             return
-        sent, taken = sizes or _EVEN
+        sent, received = sizes or _EVEN
         self._note(call, sizes or ())
         prepared.sequence, _, prepared.number = recorder.counts
         fingerprint_table, sequence = self.fingerprint_table, prepared.sequence
         if fingerprint_table is not None:
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(fingerprint_table, sequence, bool(sent))
-            if fingerprint_table.enter(sequence, call.fingerprint, sent, taken):
+            if fingerprint_table.enter(sequence, call.fingerprint, sent, received):
                 raise self.disagree(sequence)
         if self.spans_hosts or self.communicator.on_stream:
-            self._compare_before_data_move(call, tensor, sent, taken)
+            self._compare_before_data_move(call, tensor, sent, received)
         if self._comparison is not None:
             self._comparison.fingerprints[sequence % CHECK_EVERY] = call.fingerprint
             if is_due(sequence):
@@ -174,7 +174,7 @@ class DeviceGroup:
             self._start_message(prepared)
         else:
             if prepared.lies_otherwise:
-                self._enter_as_it_lies(prepared)
+                self._enter_with_layout(prepared)
             else:
                 self.enter(prepared)
             self.start_entered(prepared)
@@ -202,14 +202,14 @@ class DeviceGroup:
                 message.timeout = self.timeout
                 self._start_message(message)
 
-    def finish(self, prepared: OperationArgs, left: timedelta | None = None) -> None:
-        """Wait for a call, at most ``left`` or its timeout; copy results to the caller's arrays."""
+    def finish(self, prepared: OperationArgs, remaining: timedelta | None = None) -> None:
+        """Wait for a call, at most ``remaining`` or its timeout; copy results to the arrays."""
         request = prepared.request
         try:
             if request is not DONE:
-                request.finish(prepared.timeout if left is None else left)
+                request.finish(prepared.timeout if remaining is None else remaining)
         except BaseException as error:
-            if left is not None and isinstance(error, BackendTimeout):
+            if remaining is not None and isinstance(error, BackendTimeout):
                 error = BackendTimeout.after(prepared.timeout)
             raise self._error_of_call(prepared, error) from None
         if prepared.is_elsewhere or prepared.foreign:
@@ -231,17 +231,17 @@ class DeviceGroup:
             prepared.operation,
             self.group.name,
             prepared.is_message,
-            find_hand_back(prepared.foreign) if prepared.foreign else None,
+            find_cupy_sync(prepared.foreign) if prepared.foreign else None,
             number,
             warn_dropped,
             self.user(),
             self._uses_streams,
         )
 
-    def _enter_as_it_lies(self, prepared: OperationArgs) -> None:
+    def _enter_with_layout(self, prepared: OperationArgs) -> None:
         """Enter a collective whose tensors are not row-major; send them flat or copied."""
         tensors, op = prepared.inputs, prepared.op
-        if self.communicator.takes_layouts(prepared.way, tensors, op):
+        if self.communicator.takes_layouts(prepared.backend_operation, tensors, op):
             self.enter(prepared)
         elif op is not None and self.demands_layouts:
             self.enter(prepared, [find_layout(tensor) or ROW_MAJOR for tensor in tensors])
@@ -355,12 +355,12 @@ class DeviceGroup:
         call: Call,
         tensor: torch.Tensor | list[torch.Tensor] | None,
         sent: Sequence[int],
-        taken: Sequence[int],
+        received: Sequence[int],
     ) -> None:
         """Raise, before data moves, if calls differ and the debug level demands it.
 
         Args:
-            sent, taken: numbers of elements per member; () if equal.
+            sent, received: numbers of elements per member; () if equal.
         """
         # On a backend whose collectives are enqueued, the other members no longer wait when a late
         # member's call differs.
@@ -370,7 +370,9 @@ class DeviceGroup:
                 if compares_first:
                     self._wait_for_all()
             elif compares_first:
-                self._compare_by_a_round(call.header, sent, taken, self._device_of(tensor))
+                self._compare_by_a_round(
+                    call.fingerprint_inputs, sent, received, self._device_of(tensor)
+                )
         except BaseException as error:
             raise self.explained(error) from None
 
@@ -442,7 +444,7 @@ class DeviceGroup:
         self,
         common: tuple[int, ...],
         sent: Sequence[int],
-        taken: Sequence[int],
+        received: Sequence[int],
         device: torch.device | str,
     ) -> None:
         """Compare a call on all members by an all-gather that waits for them; raise if it differs.
@@ -455,15 +457,15 @@ class DeviceGroup:
         """
         size = len(self.group.ranks)
         nothing = [0] * size
-        values = [*common, *(sent or nothing), *(taken or nothing)]
+        values = [*common, *(sent or nothing), *(received or nothing)]
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         all_of_them = mine.new_empty(size * len(values))
         gather = OperationArgs("", "all_gather", [mine], [all_of_them]).as_own(self.timeout)
         self.communicator.start(gather).finish(self.timeout)
-        headers = all_of_them.view(size, -1).tolist()
-        commons = {tuple(row[: len(common)]) for row in headers}
-        sends = [row[len(common) :][:size] for row in headers]
-        takes = [row[len(common) + size :] for row in headers]
+        inputs = all_of_them.view(size, -1).tolist()
+        commons = {tuple(each[: len(common)]) for each in inputs}
+        sends = [each[len(common) :][:size] for each in inputs]
+        takes = [each[len(common) + size :] for each in inputs]
         fits = all(sends[i][j] == takes[j][i] for i in range(size) for j in range(size))
         if len(commons) > 1 or not fits:
             raise self.disagree(self.recorder.sequence)
@@ -488,9 +490,9 @@ def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: 
     noted = recorder.find_note(note)
     if label in aborts or noted is None or noted.code is None or sys.is_finalizing():
         return
-    place = noted.code.co_filename, line_of(noted.code, noted.instruction)
+    site = noted.code.co_filename, line_of(noted.code, noted.instruction)
     warn_once_at(
-        place,
+        site,
         lambda: explain(
             f"the Work of {noted.call.name} was dropped before wait() was called",
             where=noted.heading,

@@ -14,8 +14,8 @@ from ..backends.requests import (
     BackendTimeout,
     BackendUnsupported,
     Interrupted,
-    MemberGaveUp,
     MemberLost,
+    MemberStopped,
     MessageMismatch,
     RanksMismatch,
 )
@@ -43,13 +43,13 @@ def explained_opening(
     backend: BackendType,
     where: str,
     find_silent: Callable[[], str] = str,
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Turn a BackendFailure while ``group`` opens into an error that names it.
 
     Args:
         find_silent: Returns text about unresponsive members, or "".
-        tell: Called with the failure's text before the error.
+        report: Called with the failure's text before the error.
     """
     try:
         yield
@@ -67,8 +67,8 @@ def explained_opening(
             ),
             fix=failure.fix or usual,
         )
-        if tell is not None:
-            tell(str(failure))
+        if report is not None:
+            report(str(failure))
         raise error from None
 
 
@@ -177,7 +177,7 @@ class FailureDiagnosis:
             different = RanksMismatch("", call.number)
             return self._different_messages(call.call.kind, different, call, text)
         abort = self._others.find_abort()
-        if abort is None and isinstance(failure, MemberGaveUp):  # its reason follows shortly
+        if abort is None and isinstance(failure, MemberStopped):  # its reason follows shortly
             abort = wait_until(self._others.find_abort, Deadline(_REASON_S))
         if abort is not None or isinstance(failure, BackendAborted):
             return self._aborted(call, text, abort)
@@ -320,6 +320,6 @@ class FailureDiagnosis:
 
 def _text_of(failure: BackendFailure, ranks: Sequence[int]) -> str:
     """Return the failure's text, with a member's global rank from ``ranks``."""
-    if isinstance(failure, (MemberLost, MemberGaveUp)):
+    if isinstance(failure, (MemberLost, MemberStopped)):
         return f"rank {ranks[failure.member]} {failure}"
     return str(failure)

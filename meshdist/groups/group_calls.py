@@ -114,7 +114,7 @@ def new_group(
     )
     limit = timeout or world.timeout or default
     with get_registry(world).opening() as agree:
-        made.open_all(agree(members, "group", definition, limit, lack=made.make_room()))
+        made.open_all(agree(members, "group", definition, limit, lack=made.reserve_resources()))
     return made
 
 

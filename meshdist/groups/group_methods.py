@@ -68,15 +68,15 @@ def only_list(lists: Any, operation: str) -> Any:
 def _method(operation: str) -> Callable[..., Any]:
     """Return the method for ``operation``, with torch's call forms."""
     # torch's ``output_tensors`` may also be called ``output_tensor`` or ``output``.
-    row = OPERATIONS[operation]
-    form = row.torch_method
-    assert form is not None
-    tensors, options = form.tensors, form.options
+    spec = OPERATIONS[operation]
+    torch_method = spec.torch_method
+    assert torch_method is not None
+    tensors, options = torch_method.tensors, torch_method.options
     listed = [name for name in tensors if name.endswith("tensors")]
     also = {short: name for name in listed for short in (name[:-1], name.removesuffix("_tensors"))}
     # torch's methods take outputs before inputs.
-    ours = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
-    sides = [row.executor.takes if name in row.reads else row.executor.gives for name in ours]
+    ours = spec.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
+    sides = [spec.executor.takes if name in spec.reads else spec.executor.gives for name in ours]
     readers = [
         (
             name,
@@ -84,10 +84,10 @@ def _method(operation: str) -> Callable[..., Any]:
             side is TensorLayout.AT_ROOT,
         )
         for name, side in zip(ours, sides, strict=True)
-        if form.is_listed
+        if torch_method.is_listed
     ]
-    needed, ours = {*ours}, (*ours, *row.named(Role.SIZES))
-    roots, ops = [f"group_{name}" for name in row.named(Role.ROOT)], row.named(Role.OP)
+    needed, ours = {*ours}, (*ours, *spec.named(Role.SIZES))
+    roots, ops = [f"group_{name}" for name in spec.named(Role.ROOT)], spec.named(Role.OP)
 
     def method(self: GroupMethods, *given: Any, opts: Any = None, **named: Any) -> Any:
         values = dict(zip(ours, given, strict=False))
@@ -101,8 +101,8 @@ def _method(operation: str) -> Callable[..., Any]:
         if not values.keys() >= needed:
             raise TypeError(f"one of {tensors[: len(needed)]} is missing")
         for name, read, is_of_root in readers:
-            is_mine = not is_of_root or asked.root == self.rank()
-            values[name] = read(values[name], operation) if is_mine else None
+            is_passed = not is_of_root or asked.root == self.rank()
+            values[name] = read(values[name], operation) if is_passed else None
         for name in roots:
             values[name] = asked.root
         for name in ops:

@@ -63,7 +63,7 @@ class Liveness:
         # If a member of this host has exited, no member waits any longer.
         store, all_key, rank = self.world.store, _key_of_all(key), self.world.rank
         counts, read = arrival_counter_of(members, self.world.hosts), partial(read_number, store)
-        num_come, is_last = counts.count(store.add, key, rank)
+        num_arrived, is_last = counts.count(store.add, key, rank)
         if is_last:
             store.set(all_key, "")
             return True
@@ -79,7 +79,7 @@ class Liveness:
                 store.set(all_key, "")
 
         # If only the rank that hosts the store waits, it looks first.
-        looks = Looks(len(members), 1 if self.patience_of_server() else num_come)
+        looks = Looks(len(members), 1 if self.patience_of_server() else num_arrived)
         limit = Deadline(min(patience, self.world.timeout or patience))
         return await_key(store, all_key, limit, lambda: looks.take(look))
 
@@ -88,8 +88,8 @@ class Liveness:
         # The rank that hosts the store returns once all have arrived or exited, because it may exit
         # right after the call. It deletes one key for each 60 members.
         world, key = self.world, f"{call}/finished"
-        came_late = world.rank not in members  # when the call had ended for them
-        if world.server is None or not world.has_processes or len(members) < 2 or came_late:
+        is_outside = world.rank not in members  # when the call had ended for them
+        if world.server is None or not world.has_processes or len(members) < 2 or is_outside:
             return
         with suppress(StoreError):  # the next call that needs the store raises
             patience = self.patience_of_server()
@@ -109,9 +109,9 @@ class Liveness:
         def look() -> str:
             ended = self.endings.find_all(ranks)
             # A member that has connected may exit normally before the others connect.
-            left = {rank for rank, how in ended.items() if how in IN_GOOD_ORDER}
-            absent = counts.find_absent(read, [key], left)
-            lost = (ended.keys() - left).union(absent)
+            exited = {rank for rank, how in ended.items() if how in IN_GOOD_ORDER}
+            absent = counts.find_absent(read, [key], exited)
+            lost = (ended.keys() - exited).union(absent)
             return f"{ranks_text(lost)} can no longer join" if lost else ""
 
         def search() -> str:

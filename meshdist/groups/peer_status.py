@@ -116,13 +116,13 @@ class WorldPeers(PeerStatus):
             line = silent.get(rank) or last_call_text(answer)
             if answer is not None:
                 line = line.removeprefix("is running and ")
-                here = [told for told in answer["calls"] if told["label"] == label]
+                here = [each for each in answer["calls"] if each["label"] == label]
                 if not call.is_message:
                     last = here[-1]["sequence"] if here else 0
-                    came = f"{_REACHED if last >= call.sequence else 'did not reach'} this call"
+                    reached = f"{_REACHED if last >= call.sequence else 'did not reach'} this call"
                     if last > call.sequence and answer["about"]:
-                        came = f"{_REACHED} this call as {answer['about']}"
-                    line = f"{came}; {line}"
+                        reached = f"{_REACHED} this call as {answer['about']}"
+                    line = f"{reached}; {line}"
             texts[rank] = line
         return texts
 
@@ -146,8 +146,8 @@ class WorldPeers(PeerStatus):
             return ""
 
     def silent(self) -> str:
-        is_told = partial(self._world.store.check, [self._failure_key])
-        return silent_ranks(self._world, self.others, is_told, self._opened.label)
+        is_failure_stored = partial(self._world.store.check, [self._failure_key])
+        return silent_ranks(self._world, self.others, is_failure_stored, self._opened.label)
 
     def find_first_failure(self, call: CallRecord, text: str) -> str:
         if self._world.is_simulated:
@@ -240,19 +240,21 @@ def silent_ranks(
         return ""
     endings = get_registry(world).endings
 
-    def left() -> str:
+    def find_exited() -> str:
         found = sorted(_silence(endings, others, label).items())
         return "\n".join(f"rank {rank} {text}" for rank, text in found)
 
     try:
-        if found := left():
+        if found := find_exited():
             return found
         answers = ask(world, others, patience_s=_LIFE_SIGN_S)
         silent = [rank for rank in others if rank not in answers]
         if not silent:
             grace = Deadline(LEAVING_S)
-            wait_until(lambda: left() or is_explained(), grace, longest_pause_s=LEAVING_S / 5)
-            return left()
+            wait_until(
+                lambda: find_exited() or is_explained(), grace, longest_pause_s=LEAVING_S / 5
+            )
+            return find_exited()
     except StoreError as lost:
         return f"{STORE_LOST}: {lost.summary}"
     if len(silent) == 1:
@@ -260,7 +262,7 @@ def silent_ranks(
     return f"{ranks_text(silent)}: do not respond: they have exited or are stopped"
 
 
-WAIT_NOTICE_VARIABLE = "MESHDIST_STALL_WARNING_S"
+STALL_WARNING_VARIABLE = "MESHDIST_STALL_WARNING_S"
 """The environment variable for the number of seconds; 0 disables the warning."""
 
 _DEFAULT_S = 30.0
@@ -296,12 +298,15 @@ class LatePeers:
             self._deadline = Deadline(None)  # log it only once
             call = opened.recorder.find_note()
             if call is not None:
-                told = threading.Thread(
-                    target=self._tell, args=(opened, call), name="meshdist-waits", daemon=True
+                thread = threading.Thread(
+                    target=self._log_late_ranks,
+                    args=(opened, call),
+                    name="meshdist-waits",
+                    daemon=True,
                 )
-                told.start()
+                thread.start()
 
-    def _tell(self, opened: OpenCommunicator, call: CallRecord) -> None:
+    def _log_late_ranks(self, opened: OpenCommunicator, call: CallRecord) -> None:
         members, store = WorldPeers(self._world, call.group, opened), self._world.store
         mine, key = str(self._world.rank), f"{opened.label}/waits/{call.sequence}"
         with suppress(StoreError):
@@ -360,15 +365,15 @@ def _is_in_a_operation() -> bool:
 
 
 def _read_limit() -> float:
-    text = os.environ.get(WAIT_NOTICE_VARIABLE, "")
+    text = os.environ.get(STALL_WARNING_VARIABLE, "")
     try:
         limit_s = float(text) if text else _DEFAULT_S
     except ValueError:
         limit_s = -1.0
     if not 0 <= limit_s < threading.TIMEOUT_MAX:
         raise ArgumentError(
-            f"{WAIT_NOTICE_VARIABLE} is {text!r}",
+            f"{STALL_WARNING_VARIABLE} is {text!r}",
             expected="a number of seconds, for example 30, or 0 to turn the warning off",
-            fix=f"set {WAIT_NOTICE_VARIABLE}=30, or unset it",
+            fix=f"set {STALL_WARNING_VARIABLE}=30, or unset it",
         )
     return limit_s

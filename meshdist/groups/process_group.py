@@ -22,7 +22,7 @@ from ..backends.registry import (
     find_backend,
     get_backend,
     lack_error,
-    make_room,
+    reserve_resources,
 )
 from ..backends.requests import BackendUnsupported
 from ..backends.work import Work, bound
@@ -166,14 +166,16 @@ class ProcessGroup(GroupMethods):
         """Return the backend for tensors of ``device_type``."""
         name = self.backends.get(device_type)
         if name is None:
-            served = ",".join(f"{device}:{backend}" for device, backend in self.backends.items())
+            registered = ",".join(
+                f"{device}:{backend}" for device, backend in self.backends.items()
+            )
             raise BackendError(
                 f"{self.name} has no backend for {device_type} tensors",
-                expected=f"a tensor of one of its device types: {served}",
+                expected=f"a tensor of one of its device types: {registered}",
                 fix="pass a tensor with values, for example torch.empty_like(x, device='cpu')"
                 if device_type == "meta"
                 else "name one when you initialize, for example "
-                f"backend='{served},{device_type}:gloo'",
+                f"backend='{registered},{device_type}:gloo'",
             )
         return name
 
@@ -207,14 +209,14 @@ class ProcessGroup(GroupMethods):
         opening = self._opening("", device_type, self._timeout_on(backend))
         descriptors, threads = backend.needs(opening)
         # If the backend does not compare calls, processes of a host map a file of each other.
-        is_beside = self.world.has_processes and not backend.compares_calls
-        words = 0 if not is_beside else opening.hosts.count(opening.hosts[opening.rank]) - 1
+        counts_host = self.world.has_processes and not backend.compares_calls
+        words = 0 if not counts_host else opening.hosts.count(opening.hosts[opening.rank]) - 1
         return Needs(descriptors + words, threads)
 
-    def make_room(self, *kinds: str) -> str:
-        """Call ``make_room`` for device types; without any for the backends of ``open_all``."""
+    def reserve_resources(self, *kinds: str) -> str:
+        """Call the function of this name for device types, by default all of ``open_all``."""
         needs = {f"{kind} tensors": self.needs(kind) for kind in kinds or self._types_to_open()}
-        return make_room(needs, self.world.num_here(self.ranks))
+        return reserve_resources(needs, self.world.num_here(self.ranks))
 
     def open_all(self, agreement: Agreement | None = None) -> None:
         """Open every backend of the group that works on this machine, with all other members.
@@ -355,18 +357,20 @@ class ProcessGroup(GroupMethods):
                 self._connect(device_group, device_type)
                 return device_group
         if agreement is None:
-            lack = self.make_room(device_type)
+            lack = self.reserve_resources(device_type)
             if (known := self._agreement) is not None:
                 if lack:  # of the world, whose ranks have not agreed upon anything
                     raise lack_error(rank, self.name, self.ranks, f"rank {rank}: {lack}")
                 known = replace(known, name=f"{known.name}/{connection}", opened=[])
-            told = (
+            agree_args = (
                 self.ranks,
                 "group",
                 {"text": self.name, "ranks": self.ranks, "backend": backend.name},
             )
             with registry.opening(known) as agree:
-                agreed = known or agree(*told, timeout, offers=self.offer(device_type), lack=lack)
+                agreed = known or agree(
+                    *agree_args, timeout, offers=self.offer(device_type), lack=lack
+                )
                 return self._open_device_group(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{connection}")
         find_lost = registry.liveness.make_search(agreement, self.ranks)
@@ -410,11 +414,11 @@ class ProcessGroup(GroupMethods):
         if self.device is None or self.device.type != device_type:
             return
 
-        def tell(text: str) -> None:
+        def report(text: str) -> None:
             reason = f"{self.name} did not connect: {text}"
             get_registry(self.world).break_here(device_group.opened.label, reason)
 
-        with self._explained_opening(device_group.backend, tell):
+        with self._explained_opening(device_group.backend, report):
             device_group.communicator.connect(self.device)
 
     def _opening(self, label: str, device_type: str, timeout: timedelta) -> Opening:
@@ -434,11 +438,11 @@ class ProcessGroup(GroupMethods):
         )
 
     def _explained_opening(
-        self, backend: BackendType, tell: Callable[[str], None] | None = None
+        self, backend: BackendType, report: Callable[[str], None] | None = None
     ) -> AbstractContextManager[None]:
         where = f"rank {self.world.rank}, among {ranks_text(self.ranks)}"
         find_silent = partial(silent_ranks, self.world, self.ranks)
-        return explained_opening(self.name, self.ranks, backend, where, find_silent, tell)
+        return explained_opening(self.name, self.ranks, backend, where, find_silent, report)
 
 
 def world_group(world: World | None = None) -> ProcessGroup:

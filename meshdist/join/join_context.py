@@ -251,8 +251,8 @@ class Join:
             return _UNSERVED in str(error)
         if not isinstance(error, (MismatchError, DeadlockError)):
             return False
-        has_left = ": returned" in str(error)  # a rank that waits in no call
-        return not has_left and (0 in self._active or FLAGS in str(error))
+        has_exited = ": returned" in str(error)  # a rank that waits in no call
+        return not has_exited and (0 in self._active or FLAGS in str(error))
 
     def _reject_unknown_step(self, optimizer: Any, *_: object) -> None:
         """Raise on all ranks if a sharded optimizer outside this context makes a step."""

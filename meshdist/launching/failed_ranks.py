@@ -90,7 +90,7 @@ def _last_report(text: bytes) -> bytes:
     return report
 
 
-_PLACE = re.compile(
+_LOCATION = re.compile(
     rb"(\brank \d+\b(?: \(\w+=\d+(?:, \w+=\d+)*\))?|\b(?:pid|process) \d+\b|\b0x[0-9a-f]+\b)"
 )
 # The error text below the last frame, before and after the line about the rank's own call.
@@ -104,8 +104,8 @@ class Report:
     rank: int
     text: bytes
 
-    def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
-        """Return whether the report is of Ctrl-C on a rank in ``places``, or quotes another.
+    def is_of_interrupt(self, stacks: Mapping[int, bytes]) -> bool:
+        """Return whether the report is of Ctrl-C on a rank in ``stacks``, or quotes another.
 
         Example:
             >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")
@@ -113,7 +113,7 @@ class Report:
             (True, False)
         """
         is_own = self.text.rstrip().splitlines()[-1:] == [b"KeyboardInterrupt"]
-        return (is_own and bool(places.get(self.rank))) or quotes_another(self.text)
+        return (is_own and bool(stacks.get(self.rank))) or quotes_another(self.text)
 
 
 def are_equal(report: Report, other: Report) -> bool:
@@ -125,19 +125,19 @@ def are_equal(report: Report, other: Report) -> bool:
         >>> are_equal(Report(0, b"lost rank 2"), Report(1, b"lost rank 3"))
         False
     """
-    mine, others = _PLACE.split(report.text), _PLACE.split(other.text)
+    mine, others = _LOCATION.split(report.text), _LOCATION.split(other.text)
     own = (b"rank %d" % report.rank, b"rank %d" % other.rank)
     return len(mine) == len(others) and all(
-        x == y or (is_place % 2 and _are_places(x, y, own))
-        for is_place, (x, y) in enumerate(zip(mine, others, strict=True))
+        x == y or (is_location % 2 and _are_locations(x, y, own))
+        for is_location, (x, y) in enumerate(zip(mine, others, strict=True))
     )
 
 
-def _are_places(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
+def _are_locations(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
     """Return whether the texts are the ranks ``own`` with equal axes, or neither is a rank."""
     if not text.startswith(b"rank "):
         return not other.startswith(b"rank ")
-    (mine, at), (others, there) = (place.partition(b" (")[::2] for place in (text, other))
+    (mine, at), (others, there) = (location.partition(b" (")[::2] for location in (text, other))
     return (mine, others) == own and re.sub(rb"\d", b"", at) == re.sub(rb"\d", b"", there)
 
 
@@ -200,17 +200,17 @@ def text_of(group: Sequence[Report]) -> bytes:
     return text[: own.start(4)] + b"".join(lines) + text[own.start(4) :]
 
 
-def places_text(places: Mapping[int, bytes]) -> bytes:
+def stacks_text(stacks: Mapping[int, bytes]) -> bytes:
     """Return the stacks of ranks, grouping equal stacks.
 
     Example:
-        >>> print(places_text({0: b"  at home", 1: b"", 2: b"  at home"}).decode(), end="")
+        >>> print(stacks_text({0: b"  at home", 1: b"", 2: b"  at home"}).decode(), end="")
         meshdist: ranks 0, 2 were here:
           at home
         meshdist: rank 1 did not report a stack: stopped, or inside one long call
     """
-    silent = sorted(rank for rank, text in places.items() if not text)
-    answered = [Report(rank, text) for rank, text in sorted(places.items()) if text]
+    silent = sorted(rank for rank, text in stacks.items() if not text)
+    answered = [Report(rank, text) for rank, text in sorted(stacks.items()) if text]
     parts = [
         f"meshdist: {ranks_text(report.rank for report in group)} "
         f"{'was' if len(group) == 1 else 'were'} here:\n".encode()

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field, replace
 
 from ..error_text import ranks_text
 from ..runtime.deadlines import Deadline
-from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room
+from ..runtime.hosts import MORE_DESCRIPTORS, raise_descriptor_limit
 from .child_processes import GRACE_S, Launch, ProcessExit
-from .failed_ranks import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
+from .failed_ranks import Failure, Report, find_cause, grouped, stacks_text, summary_of, text_of
 from .output import LOOK_S, Console, Destination, Output, Stream, open_terminal, show
-from .rank_environment import JobPlace, LaunchError, rank_environment, reserve_port
+from .rank_environment import JobNode, LaunchError, rank_environment, reserve_port
 
 DEFAULT_PORT = 29500
 """The default port of rank 0's store on several hosts, as in torch."""
@@ -58,14 +58,14 @@ class _Signals:
         launch.attend(self._reader, lambda: bool(os.read(self._reader, 64)))
 
     @contextlib.contextmanager
-    def noted(self, wanted: Sequence[int] | None) -> Iterator[None]:
-        """Record ``wanted`` signals (None: INT, TERM, HUP) in the context, on the main thread."""
+    def noted(self, numbers: Sequence[int] | None) -> Iterator[None]:
+        """Record ``numbers`` signals (None: INT, TERM, HUP) in the context, on the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
-            if wanted is None:
+            if numbers is None:
                 is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-                wanted = [signal.SIGINT, signal.SIGTERM, *([] if is_nohup else [signal.SIGHUP])]
-            before = {number: signal.signal(number, self._note) for number in wanted}
+                numbers = [signal.SIGINT, signal.SIGTERM, *([] if is_nohup else [signal.SIGHUP])]
+            before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield
         finally:
@@ -89,8 +89,8 @@ _ON_INTERRUPT = ((signal.SIGINT, 2.0), (signal.SIGTERM, 1.5))
 # -- the launch ---------------------------------------------------------------------------------
 
 
-def _check(command: object, nprocs: int, place: JobPlace) -> None:
-    nnodes, node_rank, port = place.nnodes, place.node_rank, place.master_port
+def _check(command: object, nprocs: int, node: JobNode) -> None:
+    nnodes, node_rank, port = node.nnodes, node.node_rank, node.master_port
     if not command:
         raise LaunchError(
             "no command to start",
@@ -113,7 +113,7 @@ def _check(command: object, nprocs: int, place: JobPlace) -> None:
             found=str(node_rank),
             fix="pass a different --node-rank on each host, from 0",
         )
-    if nnodes > 1 and not place.master_addr:
+    if nnodes > 1 and not node.master_addr:
         raise LaunchError(
             f"a job on {nnodes} hosts needs the address of host 0",
             where="--master-addr",
@@ -132,15 +132,15 @@ def _check(command: object, nprocs: int, place: JobPlace) -> None:
         )
 
 
-def _say_where_the_store_listens(address: str, port: int, nnodes: int) -> None:
+def _warn_of_open_store(address: str, port: int, nnodes: int) -> None:
     is_loopback = address in ("localhost", "::1") or address.startswith("127.")
     if is_loopback and nnodes == 1:
         return
-    place = f"{address}, port {port}"
+    endpoint = f"{address}, port {port}"
     if not is_loopback and nnodes > 1:
-        place = f"every interface of this host, port {port} (other hosts connect to {address})"
+        endpoint = f"every interface of this host, port {port} (other hosts connect to {address})"
     print(
-        f"meshdist: rank 0's store listens on {place}; any process that reaches it can join or "
+        f"meshdist: rank 0's store listens on {endpoint}; any process that reaches it can join or "
         "disturb the job (there is no password), so keep the port inside the cluster",
         file=sys.stderr,
         flush=True,
@@ -152,7 +152,7 @@ def run_processes(
     nprocs: int,
     *,
     env: Mapping[str, str] | None = None,
-    place: JobPlace = JobPlace(),  # noqa: B008 - it is frozen
+    node: JobNode = JobNode(),  # noqa: B008 - it is frozen
     output: Output = Output(),  # noqa: B008 - it is frozen
     signals: Sequence[int] | None = None,
     stopping_s: float | None = None,
@@ -163,21 +163,21 @@ def run_processes(
         command: program and arguments, or a function that returns them for a local rank.
         nprocs: the number of ranks on each host.
         env: the base environment (default: this process's).
-        place: this host's part of the job; the default port is free on a single host, else 29500.
+        node: this host's part of the job; the default port is free on a single host, else 29500.
         signals: the signals that end the job; None for SIGINT, SIGTERM and, unless ignored, SIGHUP.
         stopping_s: grace period in seconds before SIGKILL; None for 2 after a failure and 3 to 3.5
             after a signal.
     """
-    _check(command, nprocs, place)
-    nnodes = place.nnodes
+    _check(command, nprocs, node)
+    nnodes = node.nnodes
     output.check_ranks(nprocs * nnodes)
     per_rank = 5 if output.tee or output.redirects else 3  # two pipes, a handle, and two files
-    if lack := make_descriptor_room(_DESCRIPTORS + nprocs * per_rank):
+    if lack := raise_descriptor_limit(_DESCRIPTORS + nprocs * per_rank):
         raise LaunchError(f"cannot start {nprocs} processes: {lack}", fix=MORE_DESCRIPTORS)
-    address = place.master_addr or "127.0.0.1"
+    address = node.master_addr or "127.0.0.1"
     # Port 0 asks for a free port.
-    port = place.master_port or None
-    meets_here = nnodes == 1 and place.master_addr is None and port is None
+    port = node.master_port or None
+    meets_here = nnodes == 1 and node.master_addr is None and port is None
     with contextlib.ExitStack() as stack:
         reservation = None
         if nnodes == 1:
@@ -185,9 +185,9 @@ def run_processes(
             port = reservation.port
         elif port is None:
             port = DEFAULT_PORT
-        if place.node_rank == 0:
-            _say_where_the_store_listens(address, port, nnodes)
-        place = replace(place, master_addr=address, master_port=port)
+        if node.node_rank == 0:
+            _warn_of_open_store(address, port, nnodes)
+        node = replace(node, master_addr=address, master_port=port)
         launch = stack.enter_context(contextlib.closing(Launch()))
         asked = _Signals(launch)
         stack.enter_context(asked.noted(signals))
@@ -198,7 +198,7 @@ def run_processes(
             listener = reservation.listener if reservation and local_rank == 0 else None
             environment = rank_environment(
                 os.environ if env is None else env,
-                place,
+                node,
                 local_rank=local_rank,
                 nprocs=nprocs,
                 mark=launch.mark,
@@ -290,34 +290,34 @@ class _LocalRanks:
             launch.stop(((signal.SIGTERM, self._patience_s(_STOPPING_S)),))
             self._drain()
             return self._report(ended, stopped)
-        places: dict[int, bytes] = {}
+        stacks: dict[int, bytes] = {}
         if received is not None:
-            self._say_what_ends(received)
+            self._report_ending(received)
         if received == signal.SIGINT:
-            places = launch.ask_where()
-            show(sys.stderr, places_text(places))
+            stacks = launch.ask_where()
+            show(sys.stderr, stacks_text(stacks))
         is_quick = received == signal.SIGINT and self._stopping_s is None
         by_signal = ((received or signal.SIGTERM, self._patience_s(GRACE_S)),)
         launch.stop(_ON_INTERRUPT if is_quick else by_signal)
         if launch.killed and not launch.hurried:
-            self._say_who_was_killed(launch.killed)
+            self._report_killed(launch.killed)
         self._drain()
         # A rank that reported its stack would only repeat it in its KeyboardInterrupt.
-        self._show([it for it in self._take_reports() if not it.is_of_interrupt(places)])
+        self._show([it for it in self._take_reports() if not it.is_of_interrupt(stacks)])
         self._flush()
         return 0 if received is None else 128 + received
 
     def _patience_s(self, default_s: float) -> float:
         return default_s if self._stopping_s is None else self._stopping_s
 
-    def _say_what_ends(self, received: int) -> None:
+    def _report_ending(self, received: int) -> None:
         how = "interrupted" if received == signal.SIGINT else signal.Signals(received).name
         text = f"meshdist: {how}; stopping {len(self._launch.running)} rank(s) on this host"
         if received == signal.SIGINT:
             text += " (press Ctrl-C again to kill them immediately)"
         show(sys.stderr, f"{text}\n".encode())
 
-    def _say_who_was_killed(self, ranks: Sequence[int]) -> None:
+    def _report_killed(self, ranks: Sequence[int]) -> None:
         text = f"meshdist: killed {ranks_text(ranks)}, still running after the signal"
         show(sys.stderr, f"{text}; pass a longer --shutdown-timeout to wait longer\n".encode())
 

@@ -51,29 +51,31 @@ class LauncherVariables:
         return not is_batch and all(name in environment for name in self.marks or (self.rank,))
 
 
-def _mpi_row(name: str, prefix: str) -> LauncherVariables:
+def _mpi_variables(name: str, prefix: str) -> LauncherVariables:
     rank, size = f"{prefix}_RANK", (f"{prefix}_SIZE",)
     local = f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
     return LauncherVariables(name, rank, size, *local, about_process=f"{prefix}_.*", is_mpi=True)
 
 
-_Row = LauncherVariables
-BY_HAND = _Row("env", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", port="MASTER_PORT")
+_Variables = LauncherVariables
+BY_HAND = _Variables(
+    "env", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", port="MASTER_PORT"
+)
 """Set by ``meshdist run``, torchrun and many others, or by hand."""
-LIGHTNING = _Row(
+LIGHTNING = _Variables(
     *("Lightning", "", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
     port="MASTER_PORT",
     marks=("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"),
     remedy="set LOCAL_WORLD_SIZE to the number of processes on each host, or RANK",
 )
-KUBEFLOW = _Row(
+KUBEFLOW = _Variables(
     *("Kubeflow", "", ("PET_NNODES",), "", "PET_NPROC_PER_NODE", "PET_NODE_RANK"),
     address="PET_MASTER_ADDR",
     port="PET_MASTER_PORT",
     marks=("PET_NODE_RANK", "PET_NNODES"),
     remedy="start the program with torchrun, which reads PET_* and starts the processes of a host",
 )
-SLURM = _Row(
+SLURM = _Variables(
     *("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
     num_hosts=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
@@ -81,29 +83,31 @@ SLURM = _Row(
     about_process=r"SLURM_(PROCID|LOCALID|GTIDS|NTASKS|NPROCS|STEP_NUM_TASKS)",
 )
 STARTERS = (  # if several apply, the first is used
-    _mpi_row("Open MPI", "OMPI_COMM_WORLD"),
-    _Row(
+    _mpi_variables("Open MPI", "OMPI_COMM_WORLD"),
+    _Variables(
         *("Hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         about_process=r"PMI_.*|MPI_LOCAL(RANKID|NRANKS)",
         is_mpi=True,
     ),
-    _mpi_row("MVAPICH", "MV2_COMM_WORLD"),
-    _mpi_row("jsrun", "JSM_NAMESPACE"),
-    _Row(
+    _mpi_variables("MVAPICH", "MV2_COMM_WORLD"),
+    _mpi_variables("jsrun", "JSM_NAMESPACE"),
+    _Variables(
         *("Flux", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), "FLUX_TASK_LOCAL_ID"),
         num_hosts=("FLUX_JOB_NNODES",),
         about_process=r"FLUX_(TASK_RANK|TASK_LOCAL_ID|JOB_SIZE|JOB_NNODES)",
         is_mpi=True,
     ),
     SLURM,
-    _Row(
+    _Variables(
         *("PMIx", "PMIX_RANK", ("WORLD_SIZE",)),
         about_process=r"PMIX_(?!MCA_).*",
         is_mpi=True,
         remedy="set WORLD_SIZE to the number of ranks: PMIx tells a process its rank alone",
     ),
 )
-NAMES = set[str]().union(*(row.names for row in (BY_HAND, LIGHTNING, KUBEFLOW, *STARTERS)))
+NAMES = set[str]().union(
+    *(variables.names for variables in (BY_HAND, LIGHTNING, KUBEFLOW, *STARTERS))
+)
 """The names of all variables in the table."""
 _MANAGERS = ("jsrun", "Flux", "Slurm")
 """Launchers that start MPI ranks themselves and also set MPI's variables."""
@@ -128,12 +132,12 @@ def find_launcher(environment: Mapping[str, str], *, is_mpi_asked: bool) -> Laun
         'Hydra'
     """
 
-    def place(row: LauncherVariables) -> tuple[str, str]:
-        return environment[row.rank], first_value(environment, row.size)
+    def rank_and_size(variables: LauncherVariables) -> tuple[str, str]:
+        return environment[variables.rank], first_value(environment, variables.size)
 
-    found = [row for row in STARTERS if row.has_started(environment)]
+    found = [variables for variables in STARTERS if variables.has_started(environment)]
     if is_mpi_asked:
-        return next((row for row in found if row.is_mpi), BY_HAND)
+        return next((variables for variables in found if variables.is_mpi), BY_HAND)
     if "RANK" in environment:
         return BY_HAND
     if LIGHTNING.has_started(environment):
@@ -141,5 +145,9 @@ def find_launcher(environment: Mapping[str, str], *, is_mpi_asked: bool) -> Laun
     if not found:
         return KUBEFLOW if KUBEFLOW.has_started(environment) else BY_HAND
     # Nested mpiexec: the outer scheduler's variables describe mpiexec, not the ranks.
-    managers = (row for row in found if row.name in _MANAGERS and place(row) == place(found[0]))
+    managers = (
+        variables
+        for variables in found
+        if variables.name in _MANAGERS and rank_and_size(variables) == rank_and_size(found[0])
+    )
     return next(managers, found[0])

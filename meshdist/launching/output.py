@@ -158,7 +158,7 @@ _LINE_S = 0.15  # how long a line may wait for its end; barely visible at a prom
 REPORT_S = 3.0  # the same for a traceback: longer than most processes take to end
 LONGEST_REPORT_S = 6.0  # the maximum if more output follows without a pause
 _MOST_BYTES = 256 * 1024  # of a traceback, or of a line
-_KEPT_BYTES = 32 * 1024
+_TAIL_BYTES = 32 * 1024
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
 _ERASE = b"\r\x1b[K"  # erases the current line
 
@@ -196,8 +196,8 @@ class Console:
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
         """Write ``data`` to ``screen``, apart from other streams' unfinished lines."""
         self.num_shown += 1
-        place = _place(screen)
-        line = self._lines.get(place)
+        terminal = _terminal_of(screen)
+        line = self._lines.get(terminal)
         # End an unfinished line of another stream first; redraw a terminal's line, usually a
         # progress bar, afterwards.
         if line is not None and line.owner is not owner:
@@ -207,16 +207,16 @@ class Console:
             data = b"\n" + data
         show(screen, data)
         begun = line.text if line is not None and line.owner is owner else b""
-        self._note(place, owner, (begun + data).rpartition(b"\n")[2])
+        self._note(terminal, owner, (begun + data).rpartition(b"\n")[2])
 
-    def _note(self, place: object, owner: Stream, text: bytes) -> None:
-        self._lines.pop(place, None)
+    def _note(self, terminal: object, owner: Stream, text: bytes) -> None:
+        self._lines.pop(terminal, None)
         _, is_redrawn, latest = text.rpartition(b"\r")
         if text:
-            self._lines[place] = _OutputLine(owner, is_redrawn + latest)
+            self._lines[terminal] = _OutputLine(owner, is_redrawn + latest)
 
 
-def _place(screen: TextIO) -> object:
+def _terminal_of(screen: TextIO) -> object:
     """Return a screen's identity, equal if two are the same terminal or file."""
     try:
         found = os.fstat(screen.fileno())
@@ -253,7 +253,7 @@ class Stream:
         self._file = destination.file
         self._prefix = destination.prefix
         self._holds_reports = holds_reports
-        self._kept = b""
+        self._tail = b""
         self._partial = b""
         self._latest = 0.0
         self._report_began = 0.0
@@ -273,8 +273,8 @@ class Stream:
         if self.is_terminal and self._screen is not None:
             follow_size(self.pipe.fileno(), self._screen)
         self._write_down(data)
-        self._kept = (self._kept + data)[
-            -_KEPT_BYTES - 1 :
+        self._tail = (self._tail + data)[
+            -_TAIL_BYTES - 1 :
         ]  # one more byte shows that some were dropped
         self._latest = time.monotonic()
         self._take(self._partial + data)
@@ -357,9 +357,9 @@ class Stream:
 
     def ends_with(self, text: bytes) -> bool:
         """Return whether ``text`` is the last output, and no traceback is held."""
-        return not self.report and self._kept.endswith(text)
+        return not self.report and self._tail.endswith(text)
 
     def tail(self) -> bytes:
         """Return the last complete lines, up to 32 KiB, or the end of a longer line."""
-        is_whole = len(self._kept) <= _KEPT_BYTES
-        return self._kept if is_whole else self._kept.partition(b"\n")[2] or self._kept
+        is_whole = len(self._tail) <= _TAIL_BYTES
+        return self._tail if is_whole else self._tail.partition(b"\n")[2] or self._tail

@@ -57,21 +57,21 @@ def foreign_rank_variables(
     # torchrun's variables always belong to another job. Slurm's and MPI's are valid only if their
     # processes are the ranks of this job, one rank per process in the same order.
     names = [name for name in environment if _OF_ANOTHER_LAUNCH.fullmatch(name)]
-    for row in STARTERS:
-        if row.rank not in environment:
+    for variables in STARTERS:
+        if variables.rank not in environment:
             continue
         is_ours = (
             nprocs == 1
-            and environment[row.rank] == str(node_rank)
-            and first_value(environment, row.size) in ("", str(nnodes))
+            and environment[variables.rank] == str(node_rank)
+            and first_value(environment, variables.size) in ("", str(nnodes))
         )
         if not is_ours:
-            names += [name for name in environment if re.fullmatch(row.about_process, name)]
+            names += [name for name in environment if re.fullmatch(variables.about_process, name)]
     return sorted(names)
 
 
 @dataclass(frozen=True)
-class JobPlace:
+class JobNode:
     """Part of a job on this host.
 
     Args:
@@ -91,7 +91,7 @@ class JobPlace:
 
 def rank_environment(
     base: Mapping[str, str],
-    place_in_job: JobPlace,
+    node: JobNode,
     *,
     local_rank: int,
     nprocs: int,
@@ -106,16 +106,16 @@ def rank_environment(
         listen_fd: the socket's descriptor on which rank 0 hosts the store.
         directory: the directory for the rendezvous if all ranks run on this host.
     """
-    nnodes, node_rank = place_in_job.nnodes, place_in_job.node_rank
+    nnodes, node_rank = node.nnodes, node.node_rank
     foreign = foreign_rank_variables(base, nprocs=nprocs, nnodes=nnodes, node_rank=node_rank)
     environment = {name: value for name, value in base.items() if name not in foreign}
-    place = (node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs, node_rank)
-    environment.update(zip(_AGREED, map(str, place), strict=True))
+    numbers = (node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs, node_rank)
+    environment.update(zip(_AGREED, map(str, numbers), strict=True))
     environment["GROUP_WORLD_SIZE"] = str(nnodes)
-    environment["ROLE_NAME"] = place_in_job.role
-    environment["ROLE_RANK"], environment["ROLE_WORLD_SIZE"] = map(str, place[:2])
-    environment["MASTER_ADDR"] = str(place_in_job.master_addr)
-    environment["MASTER_PORT"] = str(place_in_job.master_port)
+    environment["ROLE_NAME"] = node.role
+    environment["ROLE_RANK"], environment["ROLE_WORLD_SIZE"] = map(str, numbers[:2])
+    environment["MASTER_ADDR"] = str(node.master_addr)
+    environment["MASTER_PORT"] = str(node.master_port)
     environment[MARK] = mark_value(base.get(MARK), mark)
     if nnodes == 1:
         # Launchers on several hosts cannot agree on a random number.
@@ -217,9 +217,9 @@ def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reserva
             return Reservation(address, port, bound, sockets.pop_all())
     except (OSError, OverflowError, ValueError) as error:  # ValueError: no host name
         reason = getattr(error, "strerror", None) or str(error)
-        place = address if port is None else f"{address}, port {port}"
+        endpoint = address if port is None else f"{address}, port {port}"
         raise LaunchError(
-            f"rank 0 cannot listen on {place}: {reason}",
+            f"rank 0 cannot listen on {endpoint}: {reason}",
             where=f"host {socket.gethostname()}",
             expected="an address of this host and a free port",
             fix="omit --master-port and --master-addr on a single host, or pass others",

@@ -15,7 +15,7 @@ from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.process_group import ProcessGroup
-from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import find_current_mesh, require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..typed_mode.collective_calls import TypedOperation, find_typed_operation
 
@@ -194,7 +194,7 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
         whole = ", ".join(paths)
         if len(whole) > _SHOWN_LETTERS:
             whole = f"{whole[:_SHOWN_LETTERS]}... ({len(paths)}, {crc32(whole.encode()):08x})"
-        names = [f"{path}, leaf {place} of {whole}" for place, path in enumerate(paths, 1)]
+        names = [f"{path}, leaf {index} of {whole}" for index, path in enumerate(paths, 1)]
         found = paths, paths if paths == ["x"] else names
         # Do not cache trees with user objects, because the cache would keep the objects alive.
         is_plain = all(type(step.entry) in (str, int) for path in accessors for step in path)
@@ -269,7 +269,7 @@ def get_axes(
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error(f"{operation} takes a mesh as mesh", mesh)
     given_mesh, mesh = mesh, mesh or find_current_mesh()
-    mesh = mesh or mesh_in_force(operation, f" over axis {axis_name!r}")
+    mesh = mesh or require_current_mesh(operation, f" over axis {axis_name!r}")
     names: Any = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     is_tuple = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
     if not (isinstance(names, str) or is_tuple):
@@ -285,7 +285,7 @@ def get_axes(
         return mesh[names]
     except AxisError as error:
         fix = f"pass the mesh: {operation}(..., mesh=mesh)"
-        raise with_hidden_mesh(error, given_mesh, fix) from None
+        raise with_outer_mesh_hint(error, given_mesh, fix) from None
 
 
 def _alone(operation: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:

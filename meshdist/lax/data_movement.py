@@ -216,9 +216,9 @@ def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh)
         as_tensor(array, argument=argument, operation="ragged_all_to_all", writable=False)
         for array, argument in ((operand, "operand"), (output, "output"))
     )
-    starts, sent, places, taken = numbers
+    starts, sent, offsets, received = numbers
     group = resolve_group(axes)
-    result = data_movement.ragged_all_to_all(rows, initial, starts, sent, places, taken, group)
+    result = data_movement.ragged_all_to_all(rows, initial, starts, sent, offsets, received, group)
     return like(result, output)
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from ..arguments import mesh_kind_error
 from ..errors import AxisError, MeshError
-from .device_mesh import DeviceMesh, coordinate_in, meshes_in_force
+from .device_mesh import DeviceMesh, coordinate_in, current_meshes
 
 __all__ = ["get_current_mesh"]
 
 
 def find_current_mesh() -> DeviceMesh | None:
-    return next(reversed(meshes_in_force.get()), None)
+    return next(reversed(current_meshes.get()), None)
 
 
 def get_current_mesh() -> DeviceMesh:
     """Return the current mesh; raises MeshError if there is none."""
-    return mesh_in_force("get_current_mesh", naming="")
+    return require_current_mesh("get_current_mesh", naming="")
 
 
-def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> DeviceMesh:
+def require_current_mesh(call: str, about: str = "", naming: str | None = None) -> DeviceMesh:
     """Return the current mesh; raise MeshError in the name of ``call`` if there is none.
 
     Args:
@@ -26,7 +26,7 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
         naming: the code in the error's fix that passes a mesh; "" if there is none, None for
             ``call(..., mesh=mesh)``.
     """
-    meshes = meshes_in_force.get()
+    meshes = current_meshes.get()
     if not meshes:
         naming = f"{call}(..., mesh=mesh)" if naming is None else naming
         raise MeshError(
@@ -39,7 +39,7 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
 
 def get_mesh(operation: str, mesh: DeviceMesh | None) -> DeviceMesh:
     """Return ``mesh`` or the current mesh; raise unless this rank is in it."""
-    mesh = mesh_in_force(operation) if mesh is None else mesh
+    mesh = require_current_mesh(operation) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error(
             f"{operation} needs the groups of a DeviceMesh",
@@ -50,7 +50,7 @@ def get_mesh(operation: str, mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def with_hidden_mesh(
+def with_outer_mesh_hint(
     error: AxisError, given_mesh: object, fix: str = "pass the mesh: mesh=..."
 ) -> AxisError:
     """Return ``error``, with a hint if an outer ``with mesh:`` has the missing axis.
@@ -61,9 +61,9 @@ def with_hidden_mesh(
     """
     if given_mesh is not None or not error.axis:
         return error
-    for outer in reversed(meshes_in_force.get()[:-1]):
+    for outer in reversed(current_meshes.get()[:-1]):
         if error.axis in outer.axis_names:
-            told = AxisError(
+            hinted = AxisError(
                 error.summary,
                 where=error.where,
                 expected=error.expected,
@@ -71,6 +71,6 @@ def with_hidden_mesh(
                 f"axis {error.axis!r}, hidden by the innermost `with mesh:`",
                 fix=fix,
             )
-            told.axis = error.axis
-            return told
+            hinted.axis = error.axis
+            return hinted
     return error

@@ -12,7 +12,7 @@ import torch
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
 from ..backends.backend_names import backends_in
-from ..backends.registry import make_room
+from ..backends.registry import reserve_resources
 from ..bootstrap.world import World, find_world, get_usable_world
 from ..checking.call_sites import call_site
 from ..error_text import ranks_text
@@ -192,7 +192,7 @@ class MeshDefinition:
                 offer |= group.offer(self.device_type, f"{axis}/")
                 name = self.layout.names[axis] if self.layout.names else axis
                 needs[f"axis {name!r}"] = group.needs(self.device_type)
-            lack = make_room(needs, self.world.num_here(members))
+            lack = reserve_resources(needs, self.world.num_here(members))
             agreement = agree(
                 members, "mesh", self.entries(), self.timeout, offers=offer, lack=lack
             )
@@ -302,7 +302,10 @@ def options_of_axes(
                 expected="for example {'dp': ...}",
                 found=f"{given!r}",
             )
-    from_torch = [(axis, _from_torch_form(form)) for axis, form in (backend_override or {}).items()]
+    from_torch = [
+        (axis, _from_torch_override(override))
+        for axis, override in (backend_override or {}).items()
+    ]
     for axis, options in [*(axis_options or {}).items(), *from_torch]:
         if not isinstance(options, AxisOptions):
             raise KindError(
@@ -324,7 +327,7 @@ def options_of_axes(
     return tuple(replace(options, timeout=options.timeout or timeout) for options in all_chosen)
 
 
-def _from_torch_form(value: Any) -> AxisOptions:
+def _from_torch_override(value: Any) -> AxisOptions:
     if isinstance(value, str):
         return AxisOptions(backend=value.lower())
     if isinstance(value, tuple):

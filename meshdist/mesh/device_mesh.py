@@ -402,11 +402,11 @@ class DeviceMesh:
                 closing.callback(group.close)
 
     def __enter__(self) -> DeviceMesh:
-        meshes_in_force.set((*meshes_in_force.get(), self))
+        current_meshes.set((*current_meshes.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        meshes_in_force.set(meshes_in_force.get()[:-1])
+        current_meshes.set(current_meshes.get()[:-1])
 
     # ------------------------------------------------------------------ conversions
 
@@ -510,5 +510,5 @@ def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...
     return DeviceMesh.from_definition(definition)
 
 
-meshes_in_force: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_mesh", default=())
+current_meshes: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_mesh", default=())
 """The open ``with mesh:`` blocks of this context, the innermost last."""

@@ -33,7 +33,7 @@ from .strides import (
     common_origin,
     displacement,
     is_nested,
-    places_of,
+    positions_of,
     size_of,
     split,
     strided_modes,
@@ -54,7 +54,7 @@ class _RankMap(tuple[int, ...]):
 
     @cached_property
     def positions(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self)}
+        return {rank: position for position, rank in enumerate(self)}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -294,10 +294,10 @@ class Layout:
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """Return the coordinate of a rank, or None outside the mesh. Inverse of ``rank_at``."""
         if self.rank_map is None:
-            place: int | None = rank if type(rank) is int else get_integer(rank, "rank")
+            position: int | None = rank if type(rank) is int else get_integer(rank, "rank")
         else:
-            place = self.rank_map.positions.get(rank)  # type: ignore[attr-defined]
-        return None if place is None else self._coordinate_at(place)
+            position = self.rank_map.positions.get(rank)  # type: ignore[attr-defined]
+        return None if position is None else self._coordinate_at(position)
 
     def get_coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the coordinate of a global rank; raises NotInGroupError outside the mesh."""
@@ -329,11 +329,11 @@ class Layout:
 
     def ranks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return all global ranks as a fresh array of shape ``sizes``."""
-        places = places_of(self.offset, self.modes)
+        positions = positions_of(self.offset, self.modes)
         if self.rank_map is None:
-            return places
-        by_place = np.array(self.rank_map, dtype=np.int64)
-        return np.take(by_place, places)
+            return positions
+        by_position = np.array(self.rank_map, dtype=np.int64)
+        return np.take(by_position, positions)
 
     def ranks_of_axis(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """Return the group along ``axis`` that holds ``rank``, in the order of the axis's indices.
@@ -359,13 +359,15 @@ class Layout:
         indices = self.axis_indices(axes)
         start = self._start_of(indices, rank)
         modes = [mode for index in indices for mode in self.modes[index]]
-        places: Iterable[int] = (start,)
+        positions: Iterable[int] = (start,)
         for size, stride in modes:
             reach = size * stride
-            places = [at for place in places for at in range(place, place + reach, stride)]
+            positions = [
+                at for position in positions for at in range(position, position + reach, stride)
+            ]
         if self.rank_map is None:
-            return tuple(places)
-        return tuple(map(self.rank_map.__getitem__, places))
+            return tuple(positions)
+        return tuple(map(self.rank_map.__getitem__, positions))
 
     def groups_of_axis(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return every group along ``axis``, ordered by the other axes' coordinates, row-major.
@@ -695,8 +697,8 @@ class Layout:
                 weight *= size
         return tuple(sorted(digits, reverse=True))
 
-    def _coordinate_at(self, place: int) -> tuple[int, ...] | None:
-        rest = place - self.offset
+    def _coordinate_at(self, position: int) -> tuple[int, ...] | None:
+        rest = position - self.offset
         if rest < 0:
             return None
         coordinate = [0] * len(self.modes)
@@ -707,14 +709,14 @@ class Layout:
             coordinate[axis] += digit * weight
         return None if rest else tuple(coordinate)
 
-    def _rank_of(self, place: int) -> int:
-        return place if self.rank_map is None else self.rank_map[place]
+    def _rank_of(self, position: int) -> int:
+        return position if self.rank_map is None else self.rank_map[position]
 
     def _some_ranks(self, shown: int = 8) -> str:
         """Return at most ``shown`` ranks as text."""
         if self.num_ranks <= shown:
             return ", ".join(map(str, self.ranks().ravel().tolist()))
-        first = (np.unravel_index(place, self.sizes) for place in range(shown - 2))
+        first = (np.unravel_index(index, self.sizes) for index in range(shown - 2))
         head = ", ".join(str(self.rank_at([int(i) for i in at])) for at in first)
         return f"{head}, ..., {self._rank_of(self._last)}"
 

@@ -178,11 +178,11 @@ def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, 
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if repeated.size:
         rank = repeated[0]
-        places = [tuple(map(int, place)) for place in np.argwhere(array == rank)]
+        indices = [tuple(map(int, index)) for index in np.argwhere(array == rank)]
         raise MeshError(
             f"rank {rank} is in the mesh more than once",
             expected="each rank at one coordinate",
-            found=f"rank {rank} at coordinates {', '.join(map(str, places))}",
+            found=f"rank {rank} at coordinates {', '.join(map(str, indices))}",
         )
     return array
 

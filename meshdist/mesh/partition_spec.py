@@ -121,12 +121,12 @@ class PartitionSpec:
         return len(self.partitions)
 
     @overload
-    def __getitem__(self, place: int) -> Entry: ...
+    def __getitem__(self, index: int) -> Entry: ...
     @overload
-    def __getitem__(self, place: slice) -> tuple[Entry, ...]: ...
-    def __getitem__(self, place: int | slice) -> Entry | tuple[Entry, ...]:
+    def __getitem__(self, index: slice) -> tuple[Entry, ...]: ...
+    def __getitem__(self, index: int | slice) -> Entry | tuple[Entry, ...]:
         self._check_plain("spec[...]", "spec.partitions[...]")
-        return self.partitions[place]
+        return self.partitions[index]
 
     def __iter__(self) -> Iterator[Entry]:
         self._check_plain("*spec", "*spec.partitions")

@@ -127,12 +127,12 @@ class Pattern:
         return _missing_brackets(self.operands[0].dims[-1:], self.operands[1].dims[:1])
 
 
-def _missing_brackets(before: Sequence[Dim], behind: Sequence[Dim]) -> str | None:
-    if not (before and behind and before[-1].axes and not behind[0].axes):
+def _missing_brackets(before: Sequence[Dim], following: Sequence[Dim]) -> str | None:
+    if not (before and following and before[-1].axes and not following[0].axes):
         return None
-    if len(behind[0].names) > 1:
+    if len(following[0].names) > 1:
         return None
-    meant = Dim(before[-1].names, (*before[-1].axes, *behind[0].names))
+    meant = Dim(before[-1].names, (*before[-1].axes, *following[0].names))
     return f"write {meant} to cut one dim over several axes"
 
 
@@ -223,7 +223,7 @@ class _PatternReader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens: list[_Token] = []
-        self.place = 0
+        self.position = 0
         at = 0
         while match := _TOKEN.match(text, at):
             kind = match.lastgroup or ""
@@ -246,14 +246,14 @@ class _PatternReader:
             self.take("->", "")
             result = self.side()
         if self.next.kind != "end":
-            after_kinds = self.tokens[self.place - 1].kind == "}"
+            after_kinds = self.tokens[self.position - 1].kind == "}"
             parts = [] if after_kinds else ["a dim", '"{"']
             parts += ['","', '"->"'] if result is None else []
             expected = ", ".join(parts) + " or the end" if parts else "the end"
-            at, behind = self.next, self.tokens[self.place + 1 : self.place + 2]
+            at, following = self.next, self.tokens[self.position + 1 : self.position + 2]
             fix = None
-            if at.kind == "," and result is not None and behind and behind[0].kind == "name":
-                fix = _missing_brackets(result.dims, [Dim((behind[0].text,))])
+            if at.kind == "," and result is not None and following and following[0].kind == "name":
+                fix = _missing_brackets(result.dims, [Dim((following[0].text,))])
             self.fail(at.start, expected, at.shown, fix)
         return Pattern(tuple(operands), result, self.text, tuple(commas))
 
@@ -265,7 +265,7 @@ class _PatternReader:
         while True:
             token = self.next
             if token.kind in ("name", "number", "..."):
-                self.place += 1
+                self.position += 1
                 if token.kind == "number" and token.text != "1":
                     self.fail(token.start, "the name of a dim, or 1", token.shown)
                 if token.kind != "number":
@@ -319,7 +319,7 @@ class _PatternReader:
             found[kind.text] += self.axis_list(axes)
             if self.next.kind != ";":
                 break
-            self.place += 1
+            self.position += 1
         self.take("}", '",", ";" or "}"')
         return found["U"], found["R"]
 
@@ -328,9 +328,9 @@ class _PatternReader:
         at = self.next
         if at.kind != "@":
             return ()
-        if self.tokens[self.place - 1].stop != at.start:
+        if self.tokens[self.position - 1].stop != at.start:
             self.fail(at.start - 1, '"@" right after its dim', "a space")
-        self.place += 1
+        self.position += 1
         after = self.next
         if after.kind != "end" and after.start != at.stop:
             self.fail(at.stop, f'{_AXIS} right after "@"', "a space")
@@ -338,7 +338,7 @@ class _PatternReader:
             token = self.take("name", f'{_AXIS}, or several in brackets: "(dp,tp)"')
             self.note(token, axes, "mesh axis")
             return (token.text,)
-        self.place += 1
+        self.position += 1
         listed = self.axis_list(axes)
         self.take(")", '"," or ")" after a mesh axis')
         return listed
@@ -346,7 +346,7 @@ class _PatternReader:
     def axis_list(self, axes: set[str]) -> tuple[str, ...]:
         listed: list[str] = []
         while not listed or self.next.kind == ",":
-            self.place += bool(listed)
+            self.position += bool(listed)
             token = self.take("name", _AXIS)
             self.note(token, axes, "mesh axis")
             listed.append(token.text)
@@ -356,15 +356,15 @@ class _PatternReader:
 
     @property
     def next(self) -> _Token:
-        if self.place < len(self.tokens):
-            return self.tokens[self.place]
+        if self.position < len(self.tokens):
+            return self.tokens[self.position]
         return _Token("end", "", len(self.text), len(self.text))
 
     def take(self, kind: str, expected: str) -> _Token:
         token = self.next
         if token.kind != kind:
             self.fail(token.start, expected, token.shown)
-        self.place += 1
+        self.position += 1
         return token
 
     def note(self, token: _Token, seen: set[str], what: str) -> None:
@@ -373,7 +373,7 @@ class _PatternReader:
         seen.add(token.text)
 
     def fail_at_sign(self, dims: list[Dim]) -> NoReturn:
-        sign, before = self.next, self.tokens[self.place - 1] if self.place else None
+        sign, before = self.next, self.tokens[self.position - 1] if self.position else None
         if dims and dims[-1].axes and before is not None and before.stop == sign.start:
             both = Dim(dims[-1].names, (*dims[-1].axes, "..."))
             self.fail(sign.start, f"several axes in brackets: {both}", "a second '@'")

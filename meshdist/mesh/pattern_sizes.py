@@ -66,10 +66,10 @@ def _joined(parts: Sequence[DimSplit]) -> DimSplit:
     if not parts:
         return split_dim(1, (), ())
     first, inner = parts[0], math.prod([part.size for part in parts[1:]])
-    cells = None
+    blocks = None
     if first.axes and inner != 1:
-        cells = tuple([(stop - start) * inner for start, stop in pairwise(first.boundaries)])
-    return split_dim(first.size * inner, first.axes, first.axis_sizes, cells)
+        blocks = tuple([(stop - start) * inner for start, stop in pairwise(first.boundaries)])
+    return split_dim(first.size * inner, first.axes, first.axis_sizes, blocks)
 
 
 def spec_of(
@@ -136,7 +136,7 @@ def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
 
 def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
     """Return the side's dims, "..." replaced by as many as fit ``ndim``; or raise."""
-    rest = [place for place, dim in enumerate(side.dims) if dim.is_rest]
+    rest = [index for index, dim in enumerate(side.dims) if dim.is_rest]
     missing = ndim - len(side.dims) + len(rest)
     if missing < 0 or (missing and not rest):
         at_least = "at least " if rest else ""
@@ -206,16 +206,16 @@ class Sizing:
         names: list[str] = []
         counts: list[int] = []
         splits: list[DimSplit] = []
-        for place, dim in enumerate(self.dims):
+        for index, dim in enumerate(self.dims):
             axes = layout.axis_indices(dim.axes) if dim.axes else ()
             axis_sizes = tuple([layout.sizes[axis] for axis in axes])
             cut = axes, axis_sizes
-            whole = self._whole_size(place, dim, cut)
+            whole = self._whole_size(index, dim, cut)
             inside = () if dim.is_one else dim.names
             known = [self.sizes[name] for name in inside if name in self.sizes]
             if len(known) < len(inside):
                 if needs_parts or whole % math.prod(axis_sizes):
-                    self._fail_unknown(place, dim, whole)
+                    self._fail_unknown(index, dim, whole)
                 inside, known = (" ".join(inside),), [whole]
             names += inside
             counts.append(len(inside))
@@ -232,11 +232,11 @@ class Sizing:
         self._check_local_shape(parts.dims)
         return parts
 
-    def _whole_size(self, place: int, dim: Dim, cut: _Cut) -> int:
+    def _whole_size(self, index: int, dim: Dim, cut: _Cut) -> int:
         """Return a dim's global size; store its only unknown part size, which follows; or raise.
 
         Args:
-            place: the dim's index in the array.
+            index: the dim's index in the array.
             dim: the dim in the pattern; "(h d)" has the parts h and d.
             cut: the axes that cut the dim, and their sizes.
         """
@@ -245,17 +245,17 @@ class Sizing:
         if dim.is_one:
             unknown = []
         if self.shape is not None:
-            whole = self.shape[place]
+            whole = self.shape[index]
         elif not unknown:
             return known
         elif self.local_shape is None:
-            self._fail_unknown(place, dim, None)
+            self._fail_unknown(index, dim, None)
         else:
-            whole = self._from_local(self.local_shape[place], dim, cut, unknown, known)
+            whole = self._from_local(self.local_shape[index], dim, cut, unknown, known)
         if len(unknown) == 1:
             if known == 0 or whole % known:
                 raise ShapeError(
-                    f"dim {place} of size {whole} cannot be split into {dim}",
+                    f"dim {index} of size {whole} cannot be split into {dim}",
                     where=self.where,
                     expected=f"a multiple of {known}",
                     found=str(whole),
@@ -263,7 +263,7 @@ class Sizing:
             self.sizes[unknown[0]] = whole // known
         elif not unknown and whole != known:
             raise ShapeError(
-                f"dim {place} has size {whole}, but the pattern and the given sizes make it "
+                f"dim {index} has size {whole}, but the pattern and the given sizes make it "
                 f"{known}",
                 where=self.where,
                 expected="a dim of size 1, as it has no name"
@@ -304,7 +304,7 @@ class Sizing:
         # The fix proposes no size, because this rank cannot know the other ranks' sizes.
         dim, split, cut = self.dims[wrong], dims[wrong], ""
         fix = "pass this rank's shard of the global array"
-        if split.num_cells > 1:
+        if split.num_blocks > 1:
             parts = [str(stop - start) for start, stop in pairwise(split.boundaries)]
             cut = f", whose dim {wrong} is cut into {first_texts(parts, ', ')}, larger parts first"
         if local[wrong] == whole[wrong]:
@@ -328,7 +328,7 @@ class Sizing:
             fix=fix,
         )
 
-    def _fail_unknown(self, place: int, dim: Dim, whole: int | None) -> NoReturn:
+    def _fail_unknown(self, index: int, dim: Dim, whole: int | None) -> NoReturn:
         missing = [name for name in dim.names if name not in self.sizes]
         raise ShapeError(
             f"the sizes of {', '.join(map(repr, missing))} are unknown",
@@ -336,7 +336,7 @@ class Sizing:
             expected=f"sizes for all but one of the dims of {dim}"
             if len(dim.names) > 1 and whole is not None
             else f"the global size of {dim}",
-            found=f"dim {place} of size {whole}" if whole is not None else None,
+            found=f"dim {index} of size {whole}" if whole is not None else None,
             fix=f"pass {self._argument(missing)}",
         )
 

@@ -1,6 +1,6 @@
 """Describe how mesh axes cut the dims of an array, as integers.
 
-A ``DimSplit`` cuts a dim into a cell for each combination of coordinates along its axes, major to
+A ``DimSplit`` cuts a dim into a block for each combination of coordinates along its axes, major to
 minor. A ``Placement`` holds a ``DimSplit`` per dim of a global array, and the axes along which
 ranks hold partial sums. Axes are indices into a mesh's sizes.
 
@@ -9,9 +9,9 @@ Worked example: a dim of size 10 is cut along axis 0, of size 2, then along axis
     element     0   1   2   3   4   5   6   7   8   9
     axis 0    |---------- 0 ------|---------- 1 ------|      10 = 5 + 5
     axis 1    |-- 0 --|-- 1 --| 2 |-- 0 --|-- 1 --| 2 |       5 = 2 + 2 + 1, twice
-    cell          0       1     2     3       4     5
+    block         0       1     2     3       4     5
 
-``balanced_boundaries`` cuts all cells, axis after axis. ``interval`` walks to one cell alone. At
+``balanced_boundaries`` cuts all blocks, axis after axis. ``interval`` walks to one block alone. At
 coordinate (1, 2):
 
     along axis 0    divmod(10, 2) = 5, 0    the start moves by 1 * 5 to 5, the size is 5
@@ -23,7 +23,7 @@ coordinate (1, 2):
     >>> split_dim(10, (0, 1), (2, 3)).interval((1, 2))
     (9, 10)
 
-Were axis 1 the major axis, 10 = 4 + 3 + 3 would be cut. A dim of size 3 has empty cells.
+Were axis 1 the major axis, 10 = 4 + 3 + 3 would be cut. A dim of size 3 has empty blocks.
 
     >>> split_dim(10, (1, 0), (3, 2)).boundaries, split_dim(3, (0, 1), (2, 3)).boundaries
     ((0, 2, 4, 6, 7, 9, 10), (0, 1, 2, 2, 3, 3, 3))
@@ -43,8 +43,8 @@ import numpy as np
 Box = tuple[tuple[int, int], ...]
 """(start, stop) per dim, in the whole array."""
 
-# For few cells, plain Python is faster than NumPy.
-_FEW_CELLS = 64
+# For few blocks, plain Python is faster than NumPy.
+_FEW_BLOCKS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +70,12 @@ class _CacheKey:
 
 @dataclass(frozen=True, eq=False)
 class DimSplit(_CacheKey):
-    """A dim of known size, cut into cells along axes of the mesh.
+    """A dim of known size, cut into blocks along axes of the mesh.
 
     Args:
         axes: indices of the mesh's axes, major to minor; () for an uncut dim.
-        cell_sizes: the size of each cell, the last axis the fastest. None cuts axis after axis into
-            balanced parts: sizes differ by at most 1, larger parts first, empty parts allowed.
+        block_sizes: the size of each block, the last axis the fastest. None cuts axis after axis
+            into balanced parts: sizes differ by at most 1, larger parts first, empty parts allowed.
 
     Example:
         >>> DimSplit(10, (0, 1), (2, 2)).boundaries
@@ -87,54 +87,54 @@ class DimSplit(_CacheKey):
     size: int
     axes: tuple[int, ...] = ()
     axis_sizes: tuple[int, ...] = ()
-    cell_sizes: tuple[int, ...] | None = None
+    block_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.cell_sizes is not None:
+        if self.block_sizes is not None:
             balanced = balanced_boundaries(self.size, self.axis_sizes)
-            if tuple(accumulate(self.cell_sizes, initial=0)) == tuple(balanced):
-                vars(self)["cell_sizes"] = None  # Equal splits must be equal keys.
-        self._keep_key(self.size, self.axes, self.axis_sizes, self.cell_sizes)
+            if tuple(accumulate(self.block_sizes, initial=0)) == tuple(balanced):
+                vars(self)["block_sizes"] = None  # Equal splits must be equal keys.
+        self._keep_key(self.size, self.axes, self.axis_sizes, self.block_sizes)
 
     @cached_property
-    def num_cells(self) -> int:
-        """The number of cells: 1 for an uncut dim."""
+    def num_blocks(self) -> int:
+        """The number of blocks: 1 for an uncut dim."""
         return math.prod(self.axis_sizes)
 
     @cached_property
     def is_even(self) -> bool:
-        """Return whether all cells have one size."""
-        return self.cell_sizes is None and self.size % self.num_cells == 0
+        """Return whether all blocks have one size."""
+        return self.block_sizes is None and self.size % self.num_blocks == 0
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """The starts of all cells, and the size of the dim."""
-        if self.cell_sizes is not None:
-            return tuple(accumulate(self.cell_sizes, initial=0))
+        """The starts of all blocks, and the size of the dim."""
+        if self.block_sizes is not None:
+            return tuple(accumulate(self.block_sizes, initial=0))
         return tuple(balanced_boundaries(self.size, self.axis_sizes))
 
     @cached_property
     def boundary_array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The ``boundaries`` as a read-only array, fast for many cells."""
-        if self.cell_sizes is None and self.num_cells > _FEW_CELLS:
+        """The ``boundaries`` as a read-only array, fast for many blocks."""
+        if self.block_sizes is None and self.num_blocks > _FEW_BLOCKS:
             array = _balanced_array(self.size, self.axis_sizes)
         else:
             array = np.array(self.boundaries, dtype=np.int64)
         array.flags.writeable = False
         return array
 
-    def cell_at(self, coordinate: Sequence[int]) -> int:
-        """Return the linear index of the cell at a mesh coordinate."""
-        cell = 0
+    def block_at(self, coordinate: Sequence[int]) -> int:
+        """Return the linear index of the block at a mesh coordinate."""
+        block = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
-            cell = cell * size + coordinate[axis]
-        return cell
+            block = block * size + coordinate[axis]
+        return block
 
     def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Return (start, stop) of the cell at a mesh coordinate."""
-        if self.cell_sizes is not None:
-            cell = self.cell_at(coordinate)
-            return self.boundaries[cell], self.boundaries[cell + 1]
+        """Return (start, stop) of the block at a mesh coordinate."""
+        if self.block_sizes is not None:
+            block = self.block_at(coordinate)
+            return self.boundaries[block], self.boundaries[block + 1]
         start, size = 0, self.size
         for axis, parts in zip(self.axes, self.axis_sizes, strict=True):
             part = coordinate[axis]
@@ -149,23 +149,23 @@ def split_dim(
     size: int,
     axes: tuple[int, ...],
     axis_sizes: tuple[int, ...],
-    cell_sizes: tuple[int, ...] | None = None,
+    block_sizes: tuple[int, ...] | None = None,
 ) -> DimSplit:
     """Return a cached ``DimSplit`` of these arguments."""
-    return DimSplit(size, axes, axis_sizes, cell_sizes)
+    return DimSplit(size, axes, axis_sizes, block_sizes)
 
 
 def balanced_boundaries(size: int, axis_sizes: tuple[int, ...]) -> Sequence[int]:
-    """Return the cell boundaries of a balanced split.
+    """Return the block boundaries of a balanced split.
 
     Example:
         >>> list(balanced_boundaries(5, (2, 2)))
         [0, 2, 3, 4, 5]
     """
-    num_cells = math.prod(axis_sizes)
-    if size and size % num_cells == 0:
-        return range(0, size + 1, size // num_cells)
-    if num_cells > _FEW_CELLS:
+    num_blocks = math.prod(axis_sizes)
+    if size and size % num_blocks == 0:
+        return range(0, size + 1, size // num_blocks)
+    if num_blocks > _FEW_BLOCKS:
         listed: list[int] = _balanced_array(size, axis_sizes).tolist()
         return listed
     sizes = [size]
@@ -219,8 +219,8 @@ class Placement(_CacheKey):
     @cached_property
     def free_axes(self) -> tuple[int, ...]:
         """The axes along which values are equal: they neither cut a dim nor are unreduced."""
-        taken = {*self.cut_axes, *self.unreduced}
-        return tuple(axis for axis in range(len(self.mesh_sizes)) if axis not in taken)
+        used = {*self.cut_axes, *self.unreduced}
+        return tuple(axis for axis in range(len(self.mesh_sizes)) if axis not in used)
 
     def box(self, coordinate: Sequence[int]) -> Box:
         """Return the part at ``coordinate``: (start, stop) per dim."""
@@ -243,17 +243,17 @@ class Placement(_CacheKey):
         return Placement(self.mesh_sizes, shape, dims, self.unreduced, self.reduced)
 
 
-def place_along(axes: Sequence[int], mesh_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
+def index_along(axes: Sequence[int], mesh_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
     """Return the linear index of a coordinate along axes, the last axis the fastest.
 
     Example:
-        >>> place_along((0, 2), (2, 3, 4), (1, 0, 2))
+        >>> index_along((0, 2), (2, 3, 4), (1, 0, 2))
         6
     """
-    place = 0
+    index = 0
     for axis in axes:
-        place = place * mesh_sizes[axis] + coordinate[axis]
-    return place
+        index = index * mesh_sizes[axis] + coordinate[axis]
+    return index
 
 
 def volume(box: Box) -> int:

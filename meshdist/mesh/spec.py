@@ -16,11 +16,11 @@ from .layout import Layout, get_layout
 from .partition_spec import Entry, PartitionSpec, axes_of, fix_of_entries
 from .pattern import Pattern, PatternSide
 from .pattern_sizes import Parts, Sizing, checked_sizes, parse_side, parse_sides, shape_of_side
-from .placement import Box, DimSplit, Placement, index_of, place_along, split_dim
+from .placement import Box, DimSplit, Placement, index_along, index_of, split_dim
 
 __all__ = ["NamedSharding"]
 
-_KEPT_PLACEMENTS = 256
+_MAX_PLACEMENTS = 256
 
 
 class NamedSharding:
@@ -184,7 +184,7 @@ class NamedSharding:
         found = self._placements.get(key)
         if found is None:
             found = self._new_placement(key)
-            if len(self._placements) >= _KEPT_PLACEMENTS:
+            if len(self._placements) >= _MAX_PLACEMENTS:
                 self._placements.clear()
             self._placements[key] = found
         return found
@@ -265,7 +265,7 @@ class NamedSharding:
         Raises:
             NotInGroupError: the mesh does not hold the rank.
         """
-        return place_along(self._free, self.layout.sizes, self.layout.get_coordinate(rank))
+        return index_along(self._free, self.layout.sizes, self.layout.get_coordinate(rank))
 
     @property
     def replicated_axes(self) -> frozenset[str]:
@@ -304,8 +304,8 @@ class NamedSharding:
 
     @cached_property
     def _free(self) -> tuple[int, ...]:
-        taken = {*self._unreduced, *(axis for axes in self._dims for axis in axes)}
-        return tuple(axis for axis in range(self.layout.ndim) if axis not in taken)
+        used = {*self._unreduced, *(axis for axes in self._dims for axis in axes)}
+        return tuple(axis for axis in range(self.layout.ndim) if axis not in used)
 
     def _check_ndim(self, shape: Sequence[object]) -> None:
         if len(shape) < len(self.spec):
@@ -348,14 +348,14 @@ class NamedSharding:
         sizes = tuple(self.shard_sizes.get(dim) for dim in range(ndim))
         cut = [axis for axes in dims for axis in axes]
         others = [axis for axis in range(layout.ndim) if axis not in cut]
-        # The key lists, for each cell, the ranks with equal values, then with equal cotangents.
+        # The key lists, for each block, the ranks with equal values, then with equal cotangents.
         blocks = []
         for apart in (self._unreduced, self._reduced):
             alike = [axis for axis in others if axis not in apart]
             ranks = layout.ranks().transpose(*cut, *apart, *alike)
-            cells = math.prod(layout.sizes[axis] for axis in cut)
+            num_blocks = math.prod(layout.sizes[axis] for axis in cut)
             count = math.prod(layout.sizes[axis] for axis in apart)
-            rows = np.sort(ranks.reshape(cells, count, -1), axis=-1)
+            rows = np.sort(ranks.reshape(num_blocks, count, -1), axis=-1)
             order = np.argsort(rows[:, :, 0], axis=1)
             rows = np.take_along_axis(rows, order[:, :, None], axis=1)
             blocks.append((rows.shape, rows.tobytes()))
@@ -399,7 +399,7 @@ def _checked_shard_sizes(
         if not 0 <= dim < len(dims) or not dims[dim]:
             raise ShapeError(
                 f"shard_sizes names dim {dim}, which no axis cuts",
-                expected=f"one of dims {[place for place, axes in enumerate(dims) if axes]}",
+                expected=f"one of dims {[dim for dim, axes in enumerate(dims) if axes]}",
                 found=f"shard_sizes={shard_sizes!r}",
             )
         parts = math.prod(layout.sizes[axis] for axis in dims[dim])
@@ -473,7 +473,7 @@ def sharding_of_side(
         as_keywords=as_keywords,
     )
     parts = sizing.parts(needs_parts=needs_parts)
-    return _with_parts(mesh, sizing.spec, _sizes_of_cells(parts.dims), parts)
+    return _with_parts(mesh, sizing.spec, _sizes_of_blocks(parts.dims), parts)
 
 
 def shardings_of_sides(
@@ -523,11 +523,13 @@ def sharding_of(
     while entries and not entries[-1]:
         entries.pop()
     spec = PartitionSpec(*entries, unreduced=frozenset(unreduced), reduced=frozenset(reduced))
-    return NamedSharding(mesh, spec, shard_sizes=_sizes_of_cells(dims))
+    return NamedSharding(mesh, spec, shard_sizes=_sizes_of_blocks(dims))
 
 
-def _sizes_of_cells(dims: Sequence[DimSplit]) -> dict[int, tuple[int, ...]]:
-    return {dim: split.cell_sizes for dim, split in enumerate(dims) if split.cell_sizes is not None}
+def _sizes_of_blocks(dims: Sequence[DimSplit]) -> dict[int, tuple[int, ...]]:
+    return {
+        dim: split.block_sizes for dim, split in enumerate(dims) if split.block_sizes is not None
+    }
 
 
 def sized_by_shards(
@@ -551,5 +553,5 @@ def sized_by_shards(
             sizes[dim] = tuple([shapes[rank][dim] for rank in ranks[:, 0].tolist()])
     sized = NamedSharding(mesh, spec, shard_sizes=sizes)
     shape = sized.whole_shape(next(iter(shapes.values())))
-    cells = _sizes_of_cells(sized.placement(shape).dims)  # Balanced dims have no sizes.
-    return NamedSharding(mesh, spec, shard_sizes=cells), shape
+    blocks = _sizes_of_blocks(sized.placement(shape).dims)  # Balanced dims have no sizes.
+    return NamedSharding(mesh, spec, shard_sizes=blocks), shape

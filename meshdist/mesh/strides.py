@@ -61,17 +61,17 @@ def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | No
     """Return the modes of axes of ``sizes`` that make up ``axis``; or None."""
     rest = list(axis)
     parts: list[AxisModes] = []
-    for wanted in reversed(sizes):
+    for needed in reversed(sizes):
         part: list[Mode] = []
-        while wanted > 1:
+        while needed > 1:
             size, stride = rest.pop()
-            taken = math.gcd(size, wanted)
+            taken = math.gcd(size, needed)
             if taken == 1:
                 return None
             if taken < size:
                 rest.append((size // taken, stride * taken))
             part.append((taken, stride))
-            wanted //= taken
+            needed //= taken
         parts.append(coalesced(reversed(part)))
     return tuple(reversed(parts))
 
@@ -118,15 +118,15 @@ def strided_modes(array: np.ndarray[Any, Any]) -> tuple[AxisModes, ...] | None:
         modes.append(tuple(reversed(axis)))
     if not is_nested(mode for axis_modes in modes for mode in axis_modes):
         return None
-    return tuple(modes) if np.array_equal(places_of(int(origin), modes), array) else None
+    return tuple(modes) if np.array_equal(positions_of(int(origin), modes), array) else None
 
 
-def places_of(offset: int, modes: Iterable[AxisModes]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def positions_of(offset: int, modes: Iterable[AxisModes]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the place at each coordinate, with a dim per axis."""
-    places = np.array(offset, dtype=np.int64)
+    positions = np.array(offset, dtype=np.int64)
     for axis in modes:
         reach = np.zeros((), dtype=np.int64)
         for size, stride in axis:
             reach = np.add.outer(reach, np.arange(size, dtype=np.int64) * stride)
-        places = np.add.outer(places, reach.ravel())
-    return places
+        positions = np.add.outer(positions, reach.ravel())
+    return positions

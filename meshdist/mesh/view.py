@@ -155,7 +155,7 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
     return tuple(shown)
 
 
-def tables_abreast(layout: Grid, room: int) -> int:
-    """Return the tables per line, at most ``room``: a multiple of axis -3's size, if any."""
+def tables_per_line(layout: Grid, available: int) -> int:
+    """Return the tables per line, at most ``available``: a multiple of axis -3's size, if any."""
     turn = layout.sizes[-3] if layout.ndim > 2 else 1
-    return room // turn * turn if room > turn else max(room, 1)
+    return available // turn * turn if available > turn else max(available, 1)

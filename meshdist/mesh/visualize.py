@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from .view import Grid, Hosts, Marks, View, corner, indices_shown, tables_abreast
+from .view import Grid, Hosts, Marks, View, corner, indices_shown, tables_per_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,13 +56,15 @@ class _Svg:
         digits = max(len(str(layout.largest_rank)), len(str(layout.sizes[-1] - 1)), 3)
         self.cell_width = 16 + digits * self.character_width
         self.label_width = 12 + self.character_width * max(len(corner(layout)), 4)
-        room = width - 2 * self.margin
-        max_columns = (room - self.label_width) // self.cell_width
+        available = width - 2 * self.margin
+        max_columns = (available - self.label_width) // self.cell_width
         max_rows = 16 if layout.ndim <= 2 else 8
         num_columns = min(max(max_columns, 3), layout.sizes[-1])
         table_width = self.label_width + num_columns * self.cell_width
-        self.abreast = tables_abreast(layout, (room + self.margin) // (table_width + self.margin))
-        self.view = View.of(layout, marks, 4 * self.abreast, max_rows, max_columns)
+        self.per_line = tables_per_line(
+            layout, (available + self.margin) // (table_width + self.margin)
+        )
+        self.view = View.of(layout, marks, 4 * self.per_line, max_rows, max_columns)
         self.parts: list[str] = []
 
     def text(self) -> str:
@@ -70,10 +72,10 @@ class _Svg:
         table_width = self.label_width + len(view.columns) * self.cell_width
         has_labels = view.layout.ndim > 2
         tile_height = (1 + len(view.rows)) * self.cell_height + has_labels * self.line_height
-        abreast = min(self.abreast, len(view.blocks))
+        per_line = min(self.per_line, len(view.blocks))
         height = self.margin
-        for first in range(0, len(view.blocks), abreast):
-            line = view.blocks[first : first + abreast]
+        for first in range(0, len(view.blocks), per_line):
+            line = view.blocks[first : first + per_line]
             line_height = self.line_height if line == (None,) else tile_height
             for across, block in enumerate(line):
                 x = self.margin + across * (table_width + self.margin)
@@ -87,7 +89,7 @@ class _Svg:
                     y += self.line_height
                 self._table(block, x, y)
             height += line_height + self.margin
-        width = self.margin + abreast * (table_width + self.margin)
+        width = self.margin + per_line * (table_width + self.margin)
         if self.marks.host_names:
             width = max(width, self._legend(height))
             height += self.line_height + self.margin
@@ -149,8 +151,8 @@ class _Svg:
         self, x: int, y: int, width: int, height: int, fill: str, is_framed: bool = False
     ) -> None:
         stroke = '"#d6336c" stroke-width="3"' if is_framed else '"#999999" stroke-width="1"'
-        place = f'x="{x}" y="{y}" width="{width}" height="{height}"'
-        self.parts.append(f'<rect {place} fill="{fill}" stroke={stroke}/>')
+        bounds = f'x="{x}" y="{y}" width="{width}" height="{height}"'
+        self.parts.append(f'<rect {bounds} fill="{fill}" stroke={stroke}/>')
 
     def _write(
         self,
@@ -247,8 +249,8 @@ class _GridDrawing:
         num_rows = min(max_rows, layout.sizes[-2]) if layout.ndim > 1 else 1
         num_columns = min(max(max_columns, 3), layout.sizes[-1])
         self.table_width = label_width + 4 + brackets + num_columns * (cell_width + 3)
-        self.abreast = tables_abreast(layout, (width + 2) // (self.table_width + 2))
-        max_blocks = self.abreast * (_MAX_LINES // (num_rows + 6))
+        self.per_line = tables_per_line(layout, (width + 2) // (self.table_width + 2))
+        max_blocks = self.per_line * (_MAX_LINES // (num_rows + 6))
         self.view = View.of(layout, marks, max_blocks, max_rows, max_columns)
 
     def text(self) -> str:
@@ -257,7 +259,7 @@ class _GridDrawing:
 
         console = Console(
             file=io.StringIO(),
-            width=max(self.width, 4 * self.table_width * self.abreast),
+            width=max(self.width, 4 * self.table_width * self.per_line),
             height=_MAX_LINES,
             color_system="standard" if self.color else None,
             force_terminal=self.color,
@@ -269,9 +271,9 @@ class _GridDrawing:
         )
         tiles = [self._tile(block) for block in self.view.blocks]
         with console.capture() as capture:
-            for first in range(0, len(tiles), self.abreast):
+            for first in range(0, len(tiles), self.per_line):
                 line = Table.grid(padding=(0, 2, 0, 0))
-                line.add_row(*tiles[first : first + self.abreast])
+                line.add_row(*tiles[first : first + self.per_line])
                 console.print(line)
             if self.marks.host_names:
                 console.print(_legend(self.legend, self.marks.host_names, self.dots, self.width))

@@ -53,12 +53,12 @@ class Deadline:
 class Looks:
     """Schedule of checks for missing members, rarer in longer waits and for slower checks.
 
-    Example: with few members, the first waiting member (``place`` 1) checks after 1, 1.5, 2.3, 3.4,
+    Example: with few members, the first waiting member (``index`` 1) checks after 1, 1.5, 2.3, 3.4,
     ... seconds, 11 times in 90 seconds; the second starts after 4 s, the third after 16 s.
     """
 
-    def __init__(self, num_members: int, place: int) -> None:
-        first_s = max(LOOK_S, _LOOK_S_PER_MEMBER * num_members) * 4 ** min(place - 1, _MOST_FOLDS)
+    def __init__(self, num_members: int, index: int) -> None:
+        first_s = max(LOOK_S, _LOOK_S_PER_MEMBER * num_members) * 4 ** min(index - 1, _MOST_FOLDS)
         self._begin, self._due = time.monotonic(), Deadline(first_s)
 
     def take(self, look: Callable[[], T]) -> T | None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 MORE_DESCRIPTORS = "raise the hard limit before the program starts: ulimit -n 65536, as root"
-"""The fix for ``make_descriptor_room``."""
+"""The fix for ``raise_descriptor_limit``."""
 
 
 def host_identity() -> str:
@@ -109,7 +109,7 @@ def free_bytes() -> float:
     return max(0.0, min(found))
 
 
-def make_descriptor_room(num_needed: int) -> str:
+def raise_descriptor_limit(num_needed: int) -> str:
     """Raise the limit for ``num_needed`` more open files; return the unmet need, or ""."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -119,9 +119,9 @@ def make_descriptor_room(num_needed: int) -> str:
     except OSError:
         num_open = limit
     if limit - num_open < num_needed:
-        wanted = num_open + num_needed if most == resource.RLIM_INFINITY else most
+        target = num_open + num_needed if most == resource.RLIM_INFINITY else most
         with suppress(OSError, ValueError):  # macOS shows no hard limit but enforces a lower limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, most))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = max(0, limit - num_open)
     if left >= num_needed:
@@ -300,8 +300,8 @@ def ending_text(exception: BaseException | None) -> str:
     kind, message = type(exception).__name__, str(exception).partition("\n")[0]
     frames = traceback.extract_tb(exception.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-    return f"ended by {kind}{message and ': '}{message}{place}"
+    site = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return f"ended by {kind}{message and ': '}{message}{site}"
 
 
 def find_last_exception() -> BaseException | None:

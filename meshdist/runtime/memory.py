@@ -20,7 +20,7 @@ import torch
 
 _HUGE_PAGE = 2 << 20
 _SMALLEST = 1 << 20
-MOST_KEPT = 512 << 20
+MAX_FREE_BYTES = 512 << 20
 _MOST_WASTE = 2  # times as large as needed
 
 
@@ -37,9 +37,9 @@ class _Pool:
         with self._changing:
             self._collect()
             most = _MOST_WASTE * num_bytes
-            fits = [block for block in self._free if num_bytes <= _room(block) <= most]
+            fits = [block for block in self._free if num_bytes <= _size_of(block) <= most]
             if fits:
-                block = min(fits, key=_room)
+                block = min(fits, key=_size_of)
                 self._free.remove(block)
             else:
                 try:
@@ -64,9 +64,9 @@ class _Pool:
     def _collect(self) -> None:
         while self._returned:
             block = self._returned.popleft()
-            if _room(block) <= MOST_KEPT:  # a larger block would evict all others
+            if _size_of(block) <= MAX_FREE_BYTES:  # a larger block would evict all others
                 self._free.append(block)
-        while sum(map(_room, self._free)) > MOST_KEPT:
+        while sum(map(_size_of, self._free)) > MAX_FREE_BYTES:
             del self._free[0]
 
 
@@ -79,7 +79,7 @@ def _new_block(num_bytes: int) -> mmap.mmap:
     return block
 
 
-def _room(block: mmap.mmap) -> int:
+def _size_of(block: mmap.mmap) -> int:
     return len(block) - _HUGE_PAGE
 
 
@@ -121,7 +121,7 @@ class Scratch:
     # collective fails and does not return its block, the garbage collector frees it.
 
     def __init__(self) -> None:
-        self._kept: list[torch.Tensor] = []
+        self._blocks: list[torch.Tensor] = []
         self._changing = threading.Lock()  # any thread may copy results back
 
     def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
@@ -130,9 +130,9 @@ class Scratch:
             return like.new_empty(count)
         num_bytes = count * like.element_size()
         with self._changing:
-            for place, block in enumerate(self._kept):
+            for index, block in enumerate(self._blocks):
                 if block.numel() >= num_bytes:
-                    del self._kept[place]
+                    del self._blocks[index]
                     return block[:num_bytes].view(like.dtype)
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu").view(like.dtype)
 
@@ -142,4 +142,4 @@ class Scratch:
             block = torch.empty(0, dtype=torch.uint8, device="cpu")
             block.set_(tensor.untyped_storage())
             with self._changing:
-                self._kept = [block, *self._kept[:1]]
+                self._blocks = [block, *self._blocks[:1]]

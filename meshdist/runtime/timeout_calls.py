@@ -40,7 +40,7 @@ class TimeoutCall:
         try:
             threading.Thread(target=self._run, name=f"meshdist-{name}", daemon=True).start()
         except RuntimeError:  # no thread can be started during interpreter shutdown
-            calls = _kept.get(num_forks())
+            calls = _pools.get(num_forks())
             if calls is None:
                 self._run()
             else:
@@ -74,7 +74,7 @@ class TimeoutCall:
         return self._result
 
 
-_kept: dict[int, queue.SimpleQueue[Callable[[], None]]] = {}
+_pools: dict[int, queue.SimpleQueue[Callable[[], None]]] = {}
 """The queue of this process's kept thread, by ``num_forks()``."""
 
 
@@ -85,7 +85,7 @@ def keep_thread() -> None:
 
 @cache
 def _start_kept_thread(num_forks: int) -> None:
-    calls = _kept[num_forks] = queue.SimpleQueue()
+    calls = _pools[num_forks] = queue.SimpleQueue()
 
     def run() -> None:
         while True:
@@ -113,7 +113,7 @@ class _Threads:
             try:
                 threading.Thread(target=self._run, name="meshdist-calls", daemon=True).start()
             except RuntimeError:
-                kept = _kept.get(num_forks())
+                kept = _pools.get(num_forks())
                 if kept is None:
                     raise
                 kept.put(lambda: self._make([self._calls.get()]))

@@ -20,13 +20,13 @@ class TorchHooks:
         dispatcher = getattr(getattr(dtensors, "DTensor", None), "_op_dispatcher", None)
         if dispatcher is not None:  # ``loss_parallel`` changes its table of handlers
             names = [*names, *((vars(dispatcher), name) for name in vars(dispatcher))]
-        self._kept = [
+        self._saved = [
             (owner, name, dict(value) if isinstance(value := owner[name], dict) else value)
             for owner, name in names
         ]
 
     def restore(self) -> None:
-        for owner, name, value in self._kept:
+        for owner, name, value in self._saved:
             now = owner[name]
             if isinstance(now, dict) and now != value:  # in place: handles of hooks know the table
                 now.clear()

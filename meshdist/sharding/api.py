@@ -31,7 +31,7 @@ from ..errors import (
     NotInGroupError,
 )
 from ..functional.equality_checks import check_replicas
-from ..mesh.current_mesh import get_mesh, mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import get_mesh, require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.pattern import parse
@@ -312,7 +312,9 @@ def _moved(
     operation, pattern = key[:2]
     mesh = given_mesh
     if mesh is None:
-        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(operation)
+        mesh = (
+            pattern.mesh if isinstance(pattern, NamedSharding) else require_current_mesh(operation)
+        )
     found = mesh.caches.find(Move, key) if isinstance(mesh, DeviceMesh) else None
     if found is None:
         ends = _find_ends(key, given_mesh)
@@ -371,7 +373,7 @@ def _find_ends(
         source, target = shardings_of_sides(pattern, mesh, shape, sizes, **here)
         return source, target, source.parts.shape, pattern
     except AxisError as error:
-        raise with_hidden_mesh(error, given_mesh) from None
+        raise with_outer_mesh_hint(error, given_mesh) from None
 
 
 def _check_target(target: object, sizes: Mapping[str, int]) -> None:
@@ -451,8 +453,8 @@ class _Facts:
 def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     mesh = target.mesh
     rank = _checked_root(root, "device_put", mesh)
-    place = mesh.open_group().ranks.index(rank)
-    tensor, facts = _share_facts(x, target, place, is_root=mesh.get_rank() == rank)
+    group_rank = mesh.open_group().ranks.index(rank)
+    tensor, facts = _share_facts(x, target, group_rank, is_root=mesh.get_rank() == rank)
     # A scalar has no dim to divide among replicas.
     shape = facts.shape or (1,)
     wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
@@ -475,24 +477,26 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
 
 
 def _share_facts(
-    x: Any, target: NamedSharding, place: int, *, is_root: bool
+    x: Any, target: NamedSharding, group_rank: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
     """Return (root's tensor, else None; its facts); raise the root's errors on all ranks."""
-    told: list[Any] = [None]
+    shared: list[Any] = [None]
     tensor = None
     if is_root:
         try:
-            tensor = _checked_whole(x, target)
-            told = [_Facts(tuple(tensor.shape), tensor.dtype, library_of(x), tensor.requires_grad)]
+            tensor = _checked_global(x, target)
+            shared = [
+                _Facts(tuple(tensor.shape), tensor.dtype, library_of(x), tensor.requires_grad)
+            ]
         except MeshdistError as error:
-            told = [error]
-    broadcast_object_list(told, group=target.mesh.open_group(), group_src=place)
-    if isinstance(told[0], MeshdistError):
-        raise told[0]
-    return tensor, told[0]
+            shared = [error]
+    broadcast_object_list(shared, group=target.mesh.open_group(), group_src=group_rank)
+    if isinstance(shared[0], MeshdistError):
+        raise shared[0]
+    return tensor, shared[0]
 
 
-def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
+def _checked_global(x: Any, target: NamedSharding) -> torch.Tensor:
     where = f"the root, {mesh_text(target.mesh)}"
     if x is None or isinstance(x, ShardedArray):
         raise KindError(

@@ -84,13 +84,13 @@ def draw_box(
         drawn = draw(end - begin)
         first, stop = _num_before(begin, shape, box), _num_before(end, shape, box)
         if first < stop:
-            kept.append(drawn[_places(first, stop, shape, box) - begin])
+            kept.append(drawn[_positions_in(first, stop, shape, box) - begin])
         begin = end
     return torch.cat(kept).view(sizes) if kept else drawn[:0].clone().view(sizes)
 
 
-def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
-    """Return the number of a box's elements before ``place`` in row-major order.
+def _num_before(position: int, shape: Sequence[int], box: Box) -> int:
+    """Return the number of a box's elements before ``position`` in row-major order.
 
     Example:
         >>> _num_before(7, (3, 4), ((0, 3), (1, 3)))
@@ -99,7 +99,7 @@ def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
     count = 0
     for dim, (start, stop) in enumerate(box):
         stride = math.prod(shape[dim + 1 :])
-        index, place = divmod(place, stride)
+        index, position = divmod(position, stride)
         inner = math.prod(end - begin for begin, end in box[dim + 1 :])
         count += (min(max(index, start), stop) - start) * inner
         if not start <= index < stop:
@@ -107,16 +107,16 @@ def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
     return count
 
 
-def _places(first: int, stop: int, shape: Sequence[int], box: Box) -> torch.Tensor:
+def _positions_in(first: int, stop: int, shape: Sequence[int], box: Box) -> torch.Tensor:
     """Return the row-major indices of a box's elements ``first`` to ``stop``."""
     rest = torch.arange(first, stop, device="cpu")
-    places = torch.zeros_like(rest)
+    positions = torch.zeros_like(rest)
     stride = 1
     for (start, end), size in zip(reversed(box), reversed(shape), strict=True):
-        places += (rest % (end - start) + start) * stride
+        positions += (rest % (end - start) + start) * stride
         rest //= end - start
         stride *= size
-    return places
+    return positions
 
 
 _Sharding = NamedSharding | PartitionSpec
@@ -324,10 +324,8 @@ def make_array_from_callback(
             fix="return global_array[index], with the index that data_callback receives",
         )
     if dtype is not None:
-        wanted_dtype = Making.of(call, where.mesh, dtype, None, data).dtype
-        data = (
-            data.to(wanted_dtype) if isinstance(data, torch.Tensor) else data.astype(wanted_dtype)
-        )
+        given_dtype = Making.of(call, where.mesh, dtype, None, data).dtype
+        data = data.to(given_dtype) if isinstance(data, torch.Tensor) else data.astype(given_dtype)
     if not _holds_values(where, shape):
         data = data * 0
     return ShardedArray(data, where, shape)
@@ -375,7 +373,7 @@ def make_array_from_process_local_data(
         )
     plain = NamedSharding(where.mesh, where.spec).placement(tuple(local_data.shape))
     shape = tuple(
-        (sum(where.shard_sizes.get(dim, ())) or size * plain.dims[dim].num_cells)
+        (sum(where.shard_sizes.get(dim, ())) or size * plain.dims[dim].num_blocks)
         if given is None
         else get_integer(given, f"{call}: a size of global_shape", 0)
         for dim, (given, size) in enumerate(zip(global_shape, local_data.shape, strict=True))
@@ -495,8 +493,8 @@ class Making:
             )
         if library == "torch" and device is None and isinstance(like, torch.Tensor):
             device = like.device
-        place = mesh_device(mesh) if device is None else torch.device(device)
-        return cls(library, _dtype_in(library, dtype, call), place)
+        chosen = mesh_device(mesh) if device is None else torch.device(device)
+        return cls(library, _dtype_in(library, dtype, call), chosen)
 
     @property
     def module(self) -> Any:

@@ -47,7 +47,7 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
     result: list[DimSplit] = []
     parts = _parts_of_index(index, len(dims))
     at = 0
-    for place, part in enumerate(parts):
+    for position, part in enumerate(parts):
         if part is None:
             local.append(None)
             result.append(DimSplit(1))
@@ -55,21 +55,23 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
         split = dims[at]
         size = split.size
         if isinstance(part, slice):
-            wanted = range(size)[part]
+            selected = range(size)[part]
             if not split.axes:
                 local.append(part)
-                result.append(DimSplit(len(wanted)))
+                result.append(DimSplit(len(selected)))
             else:
-                if wanted.step < 0:
+                if selected.step < 0:
                     raise _reversed_dim(part, at)
                 begin, end = box[at]
-                first, stop = _num_below(wanted, np.asarray((begin, end))).tolist()
+                first, stop = _num_below(selected, np.asarray((begin, end))).tolist()
                 own = slice(0, 0)  # relative to the shard, which starts at ``begin``
                 if first < stop:
-                    own = slice(wanted[first] - begin, wanted[stop - 1] - begin + 1, wanted.step)
+                    own = slice(
+                        selected[first] - begin, selected[stop - 1] - begin + 1, selected.step
+                    )
                 local.append(own)
-                sizes = np.diff(_num_below(wanted, split.boundary_array)).tolist()
-                result.append(DimSplit(len(wanted), split.axes, split.axis_sizes, tuple(sizes)))
+                sizes = np.diff(_num_below(selected, split.boundary_array)).tolist()
+                result.append(DimSplit(len(selected), split.axes, split.axis_sizes, tuple(sizes)))
         else:
             if not -size <= part < size:
                 raise LengthError(
@@ -77,15 +79,15 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
                     expected=f"a number from {-size} to {size - 1}" if size else "no number",
                 )
             if split.axes:
-                raise _element_of_sharded_dim(part % size, at, parts, place)
+                raise _element_of_sharded_dim(part % size, at, parts, position)
             local.append(part)
         at += 1
     return Slicing(tuple(local), tuple(result))
 
 
-def _num_below(wanted: range, places: Any) -> Any:
-    """Return how many elements of ``wanted`` are below each of ``places``."""
-    return np.clip(-((wanted.start - places) // wanted.step), 0, len(wanted))
+def _num_below(selected: range, positions: Any) -> Any:
+    """Return how many elements of ``selected`` are below each of ``positions``."""
+    return np.clip(-((selected.start - positions) // selected.step), 0, len(selected))
 
 
 def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
@@ -111,7 +113,7 @@ def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
         )
     if not num_dots:
         parts.append(Ellipsis)
-    dots = next(place for place, part in enumerate(parts) if part is Ellipsis)
+    dots = next(position for position, part in enumerate(parts) if part is Ellipsis)
     parts[dots : dots + 1] = [slice(None)] * (num_dims - num_taken)
     return parts
 
@@ -134,12 +136,12 @@ def _reversed_dim(part: slice, dim: int) -> ArgumentError:
 
 
 def _element_of_sharded_dim(
-    number: int, dim: int, parts: Sequence[Any], place: int
+    number: int, dim: int, parts: Sequence[Any], index: int
 ) -> ArgumentError:
     shown = [_part_text(part) for part in parts]
-    while len(shown) > place + 1 and shown[-1] == ":":
+    while len(shown) > index + 1 and shown[-1] == ":":
         shown.pop()
-    shown[place] = f"{number}:{number + 1}"
+    shown[index] = f"{number}:{number + 1}"
     return ArgumentError(
         f"element {number} of dim {dim} is on some ranks only, because dim {dim} is sharded",
         expected="a slice of a sharded dim; a number only for a dim that is not sharded",

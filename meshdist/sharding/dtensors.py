@@ -75,8 +75,8 @@ def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
         placements[layout.axis_index(name)] = Partial("sum")
     for dim, entry in enumerate(sharding.spec.partitions):
         axes = [layout.axis_index(axis) for axis in axes_of(entry)]
-        for place, axis in enumerate(axes):
-            before = math.prod(layout.sizes[other] for other in axes[:place] if other > axis)
+        for index, axis in enumerate(axes):
+            before = math.prod(layout.sizes[other] for other in axes[:index] if other > axis)
             placements[axis] = (
                 Shard(dim) if before == 1 else _StridedShard(dim, split_factor=before)
             )
@@ -153,7 +153,7 @@ def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSha
     """Return ``sharding`` with torch's shard sizes, and its axis order in uneven dims."""
     orders = []  # torch supports only mesh order for a dim that does not divide.
     for split in sharding.placement(shape).dims:
-        divides = split.size % split.num_cells == 0
+        divides = split.size % split.num_blocks == 0
         orders.append(split.axes if divides else tuple(sorted(split.axes)))
     return _chunked_sharding(sharding.mesh, orders, tuple(shape), sharding.spec)
 
@@ -173,23 +173,23 @@ def _chunked_sharding(
     shard_sizes = {}
     for dim, (axes, size) in enumerate(zip(orders, shape, strict=True)):
         axis_sizes = tuple(layout.sizes[axis] for axis in axes)
-        cells = _chunk_sizes(size, axis_sizes)
-        if axes and split_dim(size, axes, axis_sizes, cells).cell_sizes is not None:
-            shard_sizes[dim] = cells
+        blocks = _chunk_sizes(size, axis_sizes)
+        if axes and split_dim(size, axes, axis_sizes, blocks).block_sizes is not None:
+            shard_sizes[dim] = blocks
     spec = PartitionSpec(*entries, unreduced=kinds.unreduced, reduced=kinds.reduced)
     return NamedSharding(mesh, spec, shard_sizes=shard_sizes)
 
 
 def _chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
     """Return a dim's shard sizes if ``torch.chunk`` cuts it along each axis in turn."""
-    cells = [size]
+    blocks = [size]
     for parts in axis_sizes:
         cut = []
-        for cell in cells:
-            longest = -(-cell // parts)
-            cut += [max(0, min(longest, cell - part * longest)) for part in range(parts)]
-        cells = cut
-    return tuple(cells)
+        for block in blocks:
+            longest = -(-block // parts)
+            cut += [max(0, min(longest, block - part * longest)) for part in range(parts)]
+        blocks = cut
+    return tuple(blocks)
 
 
 def _axis_order(
@@ -253,7 +253,7 @@ def _checked_names(layout: Layout) -> tuple[str, ...]:
     return layout.names
 
 
-class _WarnedPlaces(set[tuple[str, int]]):
+class _WarnedSites(set[tuple[str, int]]):
     """The program lines that were warned that ``to_dtensor`` reshards."""
 
 
@@ -383,32 +383,32 @@ def _mesh_mismatch(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError:
 def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
     """Warn once per program line that ``to_dtensor`` reshards ``x`` to ``held``."""
     frame = program_frame(sys._getframe(1))
-    place = (frame.f_code.co_filename, frame.f_lineno)
-    warned = x.mesh.caches.of(_WarnedPlaces)
-    if place in warned:
+    site = (frame.f_code.co_filename, frame.f_lineno)
+    warned = x.mesh.caches.of(_WarnedSites)
+    if site in warned:
         return
-    warned.add(place)
+    warned.add(site)
     here, there = (sharding.placement(x.shape).dims for sharding in (x.sharding, held))
-    places = [dim for dim, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
+    moved = [dim for dim, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
     warn_caller(
         explain(
             "to_dtensor reshards this array, because torch shards it differently",
-            expected=_cells_text(there, places, x.mesh.axis_names),
-            found=_cells_text(here, places, x.mesh.axis_names),
+            expected=_blocks_text(there, moved, x.mesh.axis_names),
+            found=_blocks_text(here, moved, x.mesh.axis_names),
             fix=f"reshard explicitly before the call: x.reshard({held!r})",
         )
     )
 
 
-def _cells_text(
-    dims: Sequence[DimSplit], places: Sequence[int], names: Sequence[str], shown: int = 8
+def _blocks_text(
+    dims: Sequence[DimSplit], chosen: Sequence[int], names: Sequence[str], shown: int = 8
 ) -> str:
     """Return at most ``shown`` block sizes per dim as lines: ``dim 0 in 3, 3, 2, 2 along dp``."""
     lines = []
-    for place in places:
-        bounds = dims[place].boundaries[: shown + 1]
+    for dim in chosen:
+        bounds = dims[dim].boundaries[: shown + 1]
         sizes = [str(stop - start) for start, stop in pairwise(bounds)]
-        more = ", ..." if dims[place].num_cells > shown else ""
-        axes = ", ".join(names[axis] for axis in dims[place].axes)
-        lines.append(f"dim {place} in {', '.join(sizes)}{more} along {axes}")
+        more = ", ..." if dims[dim].num_blocks > shown else ""
+        axes = ", ".join(names[axis] for axis in dims[dim].axes)
+        lines.append(f"dim {dim} in {', '.join(sizes)}{more} along {axes}")
     return "\n".join(lines)

@@ -32,7 +32,7 @@ from ..dtypes import dtype_name
 from ..error_text import with_article
 from ..errors import AxisError, DtypeError, KindError, MeshdistError, PatternError, ShapeError
 from ..functional.equality_checks import check_replicas
-from ..mesh.current_mesh import find_current_mesh, get_mesh, with_hidden_mesh
+from ..mesh.current_mesh import find_current_mesh, get_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.pattern import column_error, parse
 from ..mesh.pattern_sizes import checked_sizes, spec_of
@@ -138,7 +138,7 @@ def einsum(
         try:
             found = _Einsum(pattern, operands, where, sizes, of_leaves)
         except AxisError as error:
-            raise with_hidden_mesh(error, mesh) from None
+            raise with_outer_mesh_hint(error, mesh) from None
         where.caches.keep(_Einsum, (*key, of_leaves), found)
     result: torch.Tensor = found(operands, regather, mode)
     return result

@@ -102,13 +102,13 @@ class EinsumLayout:
         """Return whether the einsum is ``linear`` of operand 0 with weight matrix operand 1."""
         return self._is_product_with(1)
 
-    def _is_product_with(self, place: int) -> bool:
-        """Return whether operand 0's last dim is summed with dim ``place`` of matrix operand 1."""
+    def _is_product_with(self, index: int) -> bool:
+        """Return whether operand 0's last dim is summed with dim ``index`` of matrix operand 1."""
         first, *others = [side.parts.names for side in self.operands]
         if len(others) != 1 or len(others[0]) != 2:
             return False
         (*rows, inner), right = first or ("",), others[0]
-        return right[place] == inner and (*rows, right[1 - place]) == self.result.parts.names
+        return right[index] == inner and (*rows, right[1 - index]) == self.result.parts.names
 
 
 @lru_cache(maxsize=4096)

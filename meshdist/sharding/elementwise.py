@@ -143,9 +143,9 @@ def _joined_kinds(operands: Sequence[Operand], linearity: str, call: str) -> str
             found=_listed(operands),
             fix=f"reduce the operand first: {_letter(joined.operand)}.reshard({spec!r})",
         )
-    for place, lacking in enumerate(joined.missing):
+    for index, lacking in enumerate(joined.missing):
         if lacking:
-            raise _lacking(operands, place, lacking, joined.text, call)
+            raise _lacking(operands, index, lacking, joined.text, call)
     return joined.text
 
 
@@ -157,12 +157,12 @@ _FITTING_OPERANDS = {
 
 
 def _lacking(
-    operands: Sequence[Operand], place: int, lacking: str, result: str, call: str
+    operands: Sequence[Operand], index: int, lacking: str, result: str, call: str
 ) -> AxisTypeError:
     axes = tuple(kinds_in(lacking))
-    spec = operands[place][2].spec
+    spec = operands[index][2].spec
     reduced = spec.update(reduced={*spec.reduced, *axes})
-    letter = _letter(place)
+    letter = _letter(index)
     return AxisTypeError(
         f"{call}: operand {letter} is equal on all ranks along {shown(axes)}, and another is not: "
         f"the gradient of {letter} would need an all-reduce over {shown(axes)}",
@@ -187,21 +187,21 @@ def _cut_otherwise(operands: Sequence[Operand], dim: int, call: str) -> AxisType
     )
 
 
-def _letter(place: int) -> str:
-    """Return the name of operand ``place`` in messages: x, y, z, then "operand 3"."""
-    return "xyz"[place] if place < 3 else f"operand {place}"
+def _letter(index: int) -> str:
+    """Return the name of operand ``index`` in messages: x, y, z, then "operand 3"."""
+    return "xyz"[index] if index < 3 else f"operand {index}"
 
 
 def _listed(operands: Sequence[Operand], *, with_meshes: bool = False) -> str:
     lines = []
-    for place, (dtype, shape, sharding) in enumerate(operands):
+    for index, (dtype, shape, sharding) in enumerate(operands):
         sizes = f", shard_sizes={sharding.shard_sizes}" if sharding.shard_sizes else ""
         mesh = f" on mesh ({sharding.layout.axis_text()})" if with_meshes else ""
-        lines.append(f"{_letter(place)}: {array_type(dtype, shape, sharding)}{sizes}{mesh}")
+        lines.append(f"{_letter(index)}: {array_type(dtype, shape, sharding)}{sizes}{mesh}")
     return "\n".join(lines)
 
 
-def _both_ways(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
+def _operator_pair(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
     """Return an operator's methods with the array on its left, and on its right."""
     return (
         lambda self, other: _operate(function, name, self, other),
@@ -221,25 +221,25 @@ class ElementwiseArray:
 
     # -- Python's operators ----------------------------------------------------------------------
 
-    __add__, __radd__ = _both_ways(operator.add, "add")
-    __sub__, __rsub__ = _both_ways(operator.sub, "sub")
-    __mul__, __rmul__ = _both_ways(operator.mul, "mul")
-    __truediv__, __rtruediv__ = _both_ways(operator.truediv, "true_divide")
-    __floordiv__, __rfloordiv__ = _both_ways(operator.floordiv, "floor_divide")
-    __mod__, __rmod__ = _both_ways(operator.mod, "remainder")
-    __pow__, __rpow__ = _both_ways(operator.pow, "pow")
-    __and__, __rand__ = _both_ways(operator.and_, "bitwise_and")
-    __or__, __ror__ = _both_ways(operator.or_, "bitwise_or")
-    __xor__, __rxor__ = _both_ways(operator.xor, "bitwise_xor")
-    __lshift__ = _both_ways(operator.lshift, "bitwise_left_shift")[0]
-    __rshift__ = _both_ways(operator.rshift, "bitwise_right_shift")[0]
+    __add__, __radd__ = _operator_pair(operator.add, "add")
+    __sub__, __rsub__ = _operator_pair(operator.sub, "sub")
+    __mul__, __rmul__ = _operator_pair(operator.mul, "mul")
+    __truediv__, __rtruediv__ = _operator_pair(operator.truediv, "true_divide")
+    __floordiv__, __rfloordiv__ = _operator_pair(operator.floordiv, "floor_divide")
+    __mod__, __rmod__ = _operator_pair(operator.mod, "remainder")
+    __pow__, __rpow__ = _operator_pair(operator.pow, "pow")
+    __and__, __rand__ = _operator_pair(operator.and_, "bitwise_and")
+    __or__, __ror__ = _operator_pair(operator.or_, "bitwise_or")
+    __xor__, __rxor__ = _operator_pair(operator.xor, "bitwise_xor")
+    __lshift__ = _operator_pair(operator.lshift, "bitwise_left_shift")[0]
+    __rshift__ = _operator_pair(operator.rshift, "bitwise_right_shift")[0]
     # No reflected comparisons: Python calls the mirrored operator (< for >).
-    __lt__ = _both_ways(operator.lt, "lt")[0]
-    __le__ = _both_ways(operator.le, "le")[0]
-    __gt__ = _both_ways(operator.gt, "gt")[0]
-    __ge__ = _both_ways(operator.ge, "ge")[0]
-    __eq__ = _both_ways(operator.eq, "eq")[0]
-    __ne__ = _both_ways(operator.ne, "ne")[0]
+    __lt__ = _operator_pair(operator.lt, "lt")[0]
+    __le__ = _operator_pair(operator.le, "le")[0]
+    __gt__ = _operator_pair(operator.gt, "gt")[0]
+    __ge__ = _operator_pair(operator.ge, "ge")[0]
+    __eq__ = _operator_pair(operator.eq, "eq")[0]
+    __ne__ = _operator_pair(operator.ne, "ne")[0]
     __hash__ = object.__hash__  # by identity, as torch tensors
 
     def __neg__(self) -> Any:
@@ -365,12 +365,12 @@ def _local(x: Any) -> Any:
     return x.local if isinstance(x, ElementwiseArray) else x
 
 
-def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
+def _check_number(x: Any, call: str, array: ElementwiseArray, *, is_added: bool) -> None:
     """Raise if ``x`` is an array, needs a gradient, or is a number added to partial sums."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
-    where = f"{mesh_text(beside.sharding.mesh)}; the other operand is " + array_type(
-        beside.local.dtype, beside.shape, beside.sharding
+    where = f"{mesh_text(array.sharding.mesh)}; the other operand is " + array_type(
+        array.local.dtype, array.shape, array.sharding
     )
     if isinstance(x, (list, tuple)) or shape:
         what = "list" if shape is None else f"plain array of shape {shape_text(shape)}"

@@ -225,11 +225,11 @@ class _CollectiveAction:
     def __init__(
         self, step: CollectiveStep, group: ProcessGroup, op_name: str, *, is_fresh: bool
     ) -> None:
-        row = OPERATIONS[step.operation]
+        spec = OPERATIONS[step.operation]
         self._call = step.operation, group, op_name
-        self._rest = (ReduceOp.SUM,) if row.reduces else (None,) * len(row.named(Role.SIZES))
-        self._is_in_place, self._is_fresh = not row.reads, is_fresh
-        self._shape = step.part if row.reduces else (step.size, *step.part)
+        self._rest = (ReduceOp.SUM,) if spec.reduces else (None,) * len(spec.named(Role.SIZES))
+        self._is_in_place, self._is_fresh = not spec.reads, is_fresh
+        self._shape = step.part if spec.reduces else (step.size, *step.part)
         self._pack = torch.Tensor.contiguous if step.pack is None else Rearrangement(step.pack)
         # Never return a view: autograd rejects writes to a view that a custom Function returned.
         self._unpack: _Action | None = None
@@ -259,18 +259,18 @@ class _ExchangeAction:
         self._is_covered = step.is_covered
         self._sends = Boxes(shape, [box for _, box in step.sends])
         self._receives = Boxes(step.shape, [box for _, box in step.receives])
-        given, taken = [0] * step.size, [0] * step.size
-        for sizes, parts in ((given, step.sends), (taken, step.receives)):
-            for place, box in parts:
-                sizes[place] = volume(box)
-        self._kept = tuple(map(index_of, step.kept or ()))  # indices in the input and the result
+        given, received = [0] * step.size, [0] * step.size
+        for sizes, parts in ((given, step.sends), (received, step.receives)):
+            for peer, box in parts:
+                sizes[peer] = volume(box)
+        self._own = tuple(map(index_of, step.own or ()))  # indices in the input and the result
         self._call = "all_to_all_single", group, op_name
-        self._rows = taken, given
-        numbers = {place: number for number, (place, _) in enumerate(step.receives)}
+        self._rows = received, given
+        numbers = {peer: number for number, (peer, _) in enumerate(step.receives)}
         # For each box of the result, the received boxes that are its partial sums; None is this
         # rank's partial sum.
         sums = step.sums if step.is_summed else ()
-        self._sums = [(index_of(box), [*map(numbers.get, places)]) for box, places in sums]
+        self._sums = [(index_of(box), [*map(numbers.get, peers)]) for box, peers in sums]
         self._is_summed = step.is_summed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -286,8 +286,8 @@ class _ExchangeAction:
             return out
         if landing is None:
             self._receives.unpack(received, out)
-        if self._kept:
-            out[self._kept[1]] = x[self._kept[0]]
+        if self._own:
+            out[self._own[1]] = x[self._own[0]]
         return out
 
     def _add_up(self, x: torch.Tensor, received: list[torch.Tensor], out: torch.Tensor) -> None:
@@ -295,7 +295,7 @@ class _ExchangeAction:
         for index, numbers in self._sums:
             total = out[index]
             for turn, number in enumerate(numbers):
-                partial_sum = x[self._kept[0]] if number is None else received[number]
+                partial_sum = x[self._own[0]] if number is None else received[number]
                 if turn:
                     total.add_(partial_sum)
                 else:

@@ -6,8 +6,8 @@ and one all-gather the axes that leave. Together they receive as many bytes as o
 packs and unpacks by one strided copy. Summed axes use a reduce-scatter.
 
 In an exchange, each rank receives, sends and keeps boxes. In each dim this rank's interval of the
-target overlaps some cells of the source; it receives the products of the overlaps. The sender of a
-box is the rank that holds its cell and has this rank's coordinates along all other axes. The same
+target overlaps some blocks of the source; it receives the products of the overlaps. The sender of a
+box is the rank that holds its block and has this rank's coordinates along all other axes. The same
 search from the source finds the sent boxes. The cost is proportional to the number of peers.
 
 Worked example: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, into one collective:
@@ -28,12 +28,12 @@ Worked example: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, int
 
 A 3 x 3 array needs boxes. Rank 0 has rows 0:2, above the dashes, and gets columns 0:2:
 
-    a b | c    Its rows-to-be 0:3 meet two cells of the source: of 0:2 it has a b d e itself, of 2:3
-    d e | f    it receives g h, as row 2 of its new array. Its columns 0:3 meet two cells of the
+    a b | c    Its rows-to-be 0:3 meet two source blocks: of 0:2 it has a b d e itself, of 2:3
+    d e | f    it receives g h, as row 2 of its new array. Its columns 0:3 meet two blocks of the
     ----+--    target: 0:2, which it keeps, and 2:3. So it sends c f, column 2 of its old array.
     g h | i
     >>> [step] = exchange_steps(change(3), (0,))
-    >>> step.kept, step.receives, step.sends
+    >>> step.own, step.receives, step.sends
     ((((0, 2), (0, 2)), ((0, 2), (0, 2))), ((1, ((2, 3), (0, 2))),), ((1, ((0, 2), (2, 3))),))
 """
 
@@ -45,7 +45,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ..mesh.placement import Box, DimSplit, Placement, place_along, shape_of, volume
+from ..mesh.placement import Box, DimSplit, Placement, index_along, shape_of, volume
 from .placement_diff import Change
 from .steps import Arrangement, CollectiveStep, Exchange, Pad, Part, Step, Take
 
@@ -55,10 +55,10 @@ def operation_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, 
     steps: list[Step] = []
     mesh_sizes, shape = change.source.mesh_sizes, change.source.local_shape(coordinate)
     scatter_axes = change.summed or change.moving
-    taken = _find_slice(change, coordinate, scatter_axes)
-    if taken is not None:
-        steps.append(taken)
-        shape = taken.shape
+    slices = _find_slice(change, coordinate, scatter_axes)
+    if slices is not None:
+        steps.append(slices)
+        shape = slices.shape
     if scatter_axes:
         group = group_at(scatter_axes, mesh_sizes, coordinate)
         pack = _packing(change, scatter_axes, coordinate, shape)
@@ -85,7 +85,7 @@ def group_at(
 ) -> tuple[tuple[int, ...], int, int]:
     """Return a group's axes, its number of members and this rank's index in it."""
     size = math.prod(mesh_sizes[axis] for axis in axes)
-    return axes, size, place_along(axes, mesh_sizes, coordinate)
+    return axes, size, index_along(axes, mesh_sizes, coordinate)
 
 
 def _find_slice(
@@ -106,24 +106,24 @@ def _packing(
     """Return how to cut a local array into parts along ``scatter_axes``."""
     sizes = change.source.mesh_sizes
     view: list[int] = []
-    taken: list[int | None] = []
+    slices: list[int | None] = []
     dim_of: dict[int, int] = {}  # the dim of an axis, or of ~dim, in the view after indexing
     for number, (dim, length) in enumerate(zip(change.dims, shape, strict=True)):
         cut = [] if set(dim.new).isdisjoint(scatter_axes) else list(dim.new)
         for axis in cut:
             view.append(sizes[axis])
-            taken.append(None if axis in scatter_axes else coordinate[axis])
+            slices.append(None if axis in scatter_axes else coordinate[axis])
             if axis in scatter_axes:
-                dim_of[axis] = taken.count(None) - 1
+                dim_of[axis] = slices.count(None) - 1
         view.append(length // math.prod(sizes[axis] for axis in cut))
-        taken.append(None)
-        dim_of[~number] = taken.count(None) - 1
+        slices.append(None)
+        dim_of[~number] = slices.count(None) - 1
     order = [dim_of[axis] for axis in scatter_axes]
     order += [dim_of[~number] for number in range(len(shape))]
-    kept = [size for size, index in zip(view, taken, strict=True) if index is None]
+    kept = [size for size, index in zip(view, slices, strict=True) if index is None]
     members = math.prod(sizes[axis] for axis in scatter_axes)
     part = [kept[dim_of[~number]] for number in range(len(shape))]
-    return Arrangement(tuple(view), tuple(taken), tuple(order), (members, *part))
+    return Arrangement(tuple(view), tuple(slices), tuple(order), (members, *part))
 
 
 def _unpacking(
@@ -141,12 +141,12 @@ def _unpacking(
     order: list[int] = []
     lengths: list[int] = []
     for dim, length in zip(change.dims, shape, strict=True):
-        before = [axis for axis in dim.left if axis in merged]
+        before = [axis for axis in dim.removed if axis in merged]
         for axis in before:
             dim_of[axis] = len(view)
             view.append(sizes[axis])
         view.append(length // math.prod(sizes[axis] for axis in before))
-        joined = [axis for axis in dim.left if axis in dim_of]
+        joined = [axis for axis in dim.removed if axis in dim_of]
         order += [*(dim_of[axis] for axis in joined), len(view) - 1]
         lengths.append(math.prod(view[i] for i in order[len(order) - len(joined) - 1 :]))
     return Arrangement(tuple(view), (None,) * len(view), tuple(order), tuple(lengths))
@@ -155,16 +155,16 @@ def _unpacking(
 def _pad(change: Change, coordinate: tuple[int, ...]) -> Pad:
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     box = tuple(
-        held if not set(dim.left).isdisjoint(change.padded) else wanted
+        held if not set(dim.removed).isdisjoint(change.padded) else wanted
         for dim, held, wanted in zip(change.dims, source, target, strict=True)
     )
     return Pad(shape_of(target), relative(box, target))
 
 
 class _Overlap(NamedTuple):
-    """An interval's part that a peer's cell holds, and the peer's index."""
+    """An interval's part that a peer's block holds, and the peer's index."""
 
-    place: int  # the peer's index along axes that cut the source
+    peer: int  # the peer's index along axes that cut the source
     replica: int  # the peer's index along axes that divide boxes
     partial_sum: int  # the peer's index along summed axes
     start: int
@@ -183,9 +183,9 @@ def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, .
             shape_of(target),
             change.group,
             group.size,
-            group.place,
-            tuple(sorted((place, relative(box, source)) for place, box in sends)),
-            tuple(sorted((place, relative(box, target)) for place, box in receives)),
+            group.group_rank,
+            tuple(sorted((peer, relative(box, source)) for peer, box in sends)),
+            tuple(sorted((peer, relative(box, target)) for peer, box in receives)),
             own,
             is_covered=not change.padded,
             is_summed=bool(change.summed),
@@ -248,14 +248,14 @@ class _Group:
         cut = frozenset(change.source.cut_axes)
         self.cut = cut
         self.free = frozenset(change.source.free_axes) - frozenset(change.dividing)
-        self.my_cell = self._my_place([axis for axis in change.group if axis in cut])
-        self.my_replica = self._my_place(change.dividing)
-        self.my_partial_sum = self._my_place(change.summed)
-        self.place = self.my_cell + self.my_replica + self.my_partial_sum
+        self.my_block = self._my_index([axis for axis in change.group if axis in cut])
+        self.my_replica = self._my_index(change.dividing)
+        self.my_partial_sum = self._my_index(change.summed)
+        self.group_rank = self.my_block + self.my_replica + self.my_partial_sum
         self.replicas = coordinates_along(change.dividing, sizes, self.strides)
         self.partial_sums = coordinates_along(change.summed, sizes, self.strides)
 
-    def _my_place(self, axes: Sequence[int]) -> int:
+    def _my_index(self, axes: Sequence[int]) -> int:
         return sum(self.coordinate[axis] * self.strides[axis] for axis in axes)
 
     # ---------------------------------------------------------------- receives
@@ -266,33 +266,33 @@ class _Group:
         for dim, interval in zip(self.change.dims, target, strict=True):
             per_dim.append(list(self._sources(dim.source, interval)))
         kept, found = None, []
-        for cells in product(*per_dim):
-            place = sum([cell.place for cell in cells])
-            box = tuple([(cell.start, cell.stop) for cell in cells])
-            if place == self.my_cell:
+        for blocks in product(*per_dim):
+            peer = sum([block.peer for block in blocks])
+            box = tuple([(block.start, block.stop) for block in blocks])
+            if peer == self.my_block:
                 kept = box
                 others = (s for s in self.partial_sums if s != self.my_partial_sum)
-                found += [(place + self.my_replica + partial_sum, box) for partial_sum in others]
+                found += [(peer + self.my_replica + partial_sum, box) for partial_sum in others]
             elif len(self.replicas) == 1:
-                found += [(place + partial_sum, box) for partial_sum in self.partial_sums]
+                found += [(peer + partial_sum, box) for partial_sum in self.partial_sums]
             else:
                 for replica, part in zip(self.replicas, self._parts(box), strict=True):
                     if part is not None:
-                        found += [(place + replica + s, part) for s in self.partial_sums]
+                        found += [(peer + replica + s, part) for s in self.partial_sums]
         return kept, found
 
     def _sources(self, source: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
-        """Yield overlaps of ``interval`` with source cells to receive."""
+        """Yield overlaps of ``interval`` with source blocks to receive."""
         padded = self.change.padded
-        for cell, start, stop in _cells_in(source, interval):
-            place, rest = 0, cell
+        for block, start, stop in _blocks_in(source, interval):
+            peer, rest = 0, block
             for axis, size in zip(reversed(source.axes), reversed(source.axis_sizes), strict=True):
                 rest, index = divmod(rest, size)
                 if axis in padded and index != self.coordinate[axis]:
                     break
-                place += index * self.strides.get(axis, 0)
+                peer += index * self.strides.get(axis, 0)
             else:
-                yield _Overlap(place, 0, 0, start, stop)
+                yield _Overlap(peer, 0, 0, start, stop)
 
     # ---------------------------------------------------------------- sends
 
@@ -304,20 +304,20 @@ class _Group:
             per_dim.append(list(self._targets(dim.target, interval)))
         placed = frozenset(change.target.cut_axes)
         everywhere = [a for a in change.group if a in self.cut and a not in placed]
-        all_cells = coordinates_along(everywhere, sizes, self.strides)
+        all_blocks = coordinates_along(everywhere, sizes, self.strides)
         unplaced = [axis for axis in change.summed if axis not in placed]
         all_partial_sums = coordinates_along(unplaced, sizes, self.strides)
         number = self.replicas.index(self.my_replica)
         found: list[Part] = []
-        for cells in product(*per_dim):
-            place = sum([cell.place for cell in cells])
-            replica = sum([cell.replica for cell in cells])
-            partial_sum = sum([cell.partial_sum for cell in cells])
-            box = tuple([(cell.start, cell.stop) for cell in cells])
+        for blocks in product(*per_dim):
+            peer = sum([block.peer for block in blocks])
+            replica = sum([block.replica for block in blocks])
+            partial_sum = sum([block.partial_sum for block in blocks])
+            box = tuple([(block.start, block.stop) for block in blocks])
             part = box if len(self.replicas) == 1 else self._parts(box)[number]
-            for more in all_cells:
-                at = place + more
-                if at != self.my_cell:  # The receiver gets a part of the box from each replica.
+            for more in all_blocks:
+                at = peer + more
+                if at != self.my_block:  # The receiver gets a part of the box from each replica.
                     if part is not None:
                         found += [(at + replica + partial_sum + s, part) for s in all_partial_sums]
                 elif (
@@ -328,24 +328,24 @@ class _Group:
         return found
 
     def _targets(self, target: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
-        """Yield overlaps of ``interval`` with receivers' target cells."""
+        """Yield overlaps of ``interval`` with receivers' target blocks."""
         change = self.change
-        for cell, start, stop in _cells_in(target, interval):
-            place = replica = partial_sum = 0
-            rest = cell
+        for block, start, stop in _blocks_in(target, interval):
+            peer = replica = partial_sum = 0
+            rest = block
             for axis, size in zip(reversed(target.axes), reversed(target.axis_sizes), strict=True):
                 rest, index = divmod(rest, size)
                 if axis in self.free:
                     if index != self.coordinate[axis]:
                         break
                 elif axis in self.cut:
-                    place += index * self.strides.get(axis, 0)
+                    peer += index * self.strides.get(axis, 0)
                 elif axis in change.summed:
                     partial_sum += index * self.strides[axis]
                 else:
                     replica += index * self.strides[axis]
             else:
-                yield _Overlap(place, replica, partial_sum, start, stop)
+                yield _Overlap(peer, replica, partial_sum, start, stop)
 
     def _parts(self, box: Box) -> list[Box | None]:
         """Return a part of ``box`` per replica, cut along the longest dim; None if empty."""
@@ -362,19 +362,19 @@ class _Group:
         return parts
 
 
-def _cells_in(split: DimSplit, interval: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (cell, start, stop) for each cell that overlaps ``interval``."""
+def _blocks_in(split: DimSplit, interval: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (block, start, stop) for each block that overlaps ``interval``."""
     start, stop = interval
     if start >= stop:
         return
     bounds = split.boundaries
-    cell = bisect_right(bounds, start) - 1
+    block = bisect_right(bounds, start) - 1
     while start < stop:
-        end = min(bounds[cell + 1], stop)
+        end = min(bounds[block + 1], stop)
         if end > start:
-            yield cell, start, end
+            yield block, start, end
             start = end
-        cell += 1
+        block += 1
 
 
 def root_exchanges(
@@ -385,7 +385,7 @@ def root_exchanges(
     # root gather into, and scatter, an empty array.
     axes = tuple(sorted((*placement.cut_axes, *placement.unreduced)))
     group = group_at(axes, placement.mesh_sizes, here)
-    mine, root = group[2], place_along(axes, placement.mesh_sizes, there)
+    mine, root = group[2], index_along(axes, placement.mesh_sizes, there)
     boxes = [
         placement.box(at) if placement.has_values(at) else None
         for at in _members(placement, axes, there)
@@ -395,7 +395,7 @@ def root_exchanges(
     local = relative(own, own)
     is_covered = boxes[mine] is not None
     if mine != root:
-        part = ((root, local),) if any(place == mine for place, _ in parts) else ()
+        part = ((root, local),) if any(member == mine for member, _ in parts) else ()
         return (
             Exchange((0,), *group, part, (), None),
             Exchange(shape, *group, (), part, None, is_covered=is_covered),

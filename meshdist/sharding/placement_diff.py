@@ -23,24 +23,24 @@ class DimChange:
 
     Args:
         num_common: the number of major axes that cut both at the same boundaries.
-        left: the source's other axes, which cut the target differently or not at all.
+        removed: the source's other axes, which cut the target differently or not at all.
         new: the target's other axes, which cut the source differently or not at all.
     """
 
     source: DimSplit
     target: DimSplit
     num_common: int
-    left: tuple[int, ...]
+    removed: tuple[int, ...]
     new: tuple[int, ...]
 
     @cached_property
     def is_source_even(self) -> bool:
-        """Return whether the source's cells have equal size in each cell of the common axes."""
+        """Return whether the source's blocks have equal size in each block of the common axes."""
         return _is_even_beyond(self.source, self.num_common)
 
     @cached_property
     def is_target_even(self) -> bool:
-        """Return whether the target's cells have equal size in each cell of the common axes."""
+        """Return whether the target's blocks have equal size in each block of the common axes."""
         return _is_even_beyond(self.target, self.num_common)
 
 
@@ -70,13 +70,13 @@ class Change:
         # They cut a dim of the target that other axes cut in the source. All ranks along them hold
         # each box: if one rank sent it all, the others would idle.
         free = self.source.free_axes
-        return tuple(sorted(a for dim in self.dims if dim.left for a in dim.new if a in free))
+        return tuple(sorted(a for dim in self.dims if dim.removed for a in dim.new if a in free))
 
     @cached_property
     def group(self) -> tuple[int, ...]:
         """The axes along which a sender can differ from its receiver, in mesh order."""
-        left = {axis for dim in self.dims for axis in dim.left} - set(self.padded)
-        return tuple(sorted(left | set(self.dividing) | set(self.summed)))
+        lost = {axis for dim in self.dims for axis in dim.removed} - set(self.padded)
+        return tuple(sorted(lost | set(self.dividing) | set(self.summed)))
 
     # ---------------------------------------------------------------- product form
 
@@ -84,33 +84,33 @@ class Change:
     def moving(self) -> tuple[int, ...]:
         """The axes that leave one dim and cut another, in mesh order."""
         new = {axis for dim in self.dims for axis in dim.new}
-        return tuple(sorted(axis for dim in self.dims for axis in dim.left if axis in new))
+        return tuple(sorted(axis for dim in self.dims for axis in dim.removed if axis in new))
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
         """The axes that cut the source, do not cut the target and are not padded."""
         kept = {*self.target.cut_axes, *self.padded}
-        return tuple(sorted(a for dim in self.dims for a in dim.left if a not in kept))
+        return tuple(sorted(a for dim in self.dims for a in dim.removed if a not in kept))
 
     @cached_property
     def has_product_form(self) -> bool:
         """Return whether members exchange equal parts, as in collectives like all-to-all."""
-        # Each dim's axes then extend or shorten the source's, in equal cells. A padded dim loses
+        # Each dim's axes then extend or shorten the source's, in equal blocks. A padded dim loses
         # only padded axes.
         equal = {*self.moving, *self.summed}
         for dim in self.dims:
-            left, new = dim.left, dim.new
-            padded = [axis for axis in left if axis in self.padded]
-            if (left and new) or (padded and len(padded) < len(left)):
+            removed, new = dim.removed, dim.new
+            padded = [axis for axis in removed if axis in self.padded]
+            if (removed and new) or (padded and len(padded) < len(removed)):
                 return False
-            if left and not padded and not dim.is_source_even:
+            if removed and not padded and not dim.is_source_even:
                 return False
             if not equal.isdisjoint(new) and not dim.is_target_even:
                 return False
         if not self.summed:
             return True
         cut = {axis for dim in self.dims for axis in dim.new}
-        return equal <= cut and not any(dim.left for dim in self.dims)
+        return equal <= cut and not any(dim.removed for dim in self.dims)
 
     # ---------------------------------------------------------------- exact price
 
@@ -134,8 +134,8 @@ class Change:
         moving = frozenset(self.moving)
         for dim in self.dims:
             counted.update(dim.source.axes, dim.target.axes)
-            if not (dim.left and dim.new) and moving.isdisjoint(dim.left + dim.new):
-                held *= dim.source.size  # One cell contains the other.
+            if not (dim.removed and dim.new) and moving.isdisjoint(dim.removed + dim.new):
+                held *= dim.source.size  # One block contains the other.
             else:
                 overlaps = overlap_table(dim.source, dim.target, len(sizes))
                 table = overlaps if table is None else table * overlaps
@@ -168,18 +168,18 @@ def bare(placement: Placement) -> Placement:
 
 
 def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> DimSplit:
-    """Return ``split`` with each cell cut further, balanced, along more axes."""
+    """Return ``split`` with each block cut further, balanced, along more axes."""
     if not axes:
         return split
-    cells = None
-    if split.cell_sizes is not None:
-        within = (split_dim(size, axes, axis_sizes).boundary_array for size in split.cell_sizes)
-        cells = tuple(np.concatenate([np.diff(cut) for cut in within]).tolist())
-    return split_dim(split.size, split.axes + axes, split.axis_sizes + axis_sizes, cells)
+    blocks = None
+    if split.block_sizes is not None:
+        within = (split_dim(size, axes, axis_sizes).boundary_array for size in split.block_sizes)
+        blocks = tuple(np.concatenate([np.diff(cut) for cut in within]).tolist())
+    return split_dim(split.size, split.axes + axes, split.axis_sizes + axis_sizes, blocks)
 
 
-def dim_of_largest_cells(dims: Sequence[DimSplit]) -> int:
-    return max(range(len(dims)), key=lambda number: dims[number].size / dims[number].num_cells)
+def dim_of_largest_blocks(dims: Sequence[DimSplit]) -> int:
+    return max(range(len(dims)), key=lambda number: dims[number].size / dims[number].num_blocks)
 
 
 def _without_size_1(dim: DimSplit) -> DimSplit:
@@ -187,7 +187,7 @@ def _without_size_1(dim: DimSplit) -> DimSplit:
         return dim
     kept = [index for index, size in enumerate(dim.axis_sizes) if size > 1]
     axes, sizes = tuple(dim.axes[i] for i in kept), tuple(dim.axis_sizes[i] for i in kept)
-    return split_dim(dim.size, axes, sizes, dim.cell_sizes)
+    return split_dim(dim.size, axes, sizes, dim.block_sizes)
 
 
 def _num_common(source: DimSplit, target: DimSplit) -> int:
@@ -199,7 +199,7 @@ def _num_common(source: DimSplit, target: DimSplit) -> int:
         if before != after:
             break
         count += 1
-    if source.cell_sizes is None and target.cell_sizes is None:
+    if source.block_sizes is None and target.block_sizes is None:
         return count
     while count and not np.array_equal(_common_cut(source, count), _common_cut(target, count)):
         count -= 1
@@ -207,7 +207,7 @@ def _num_common(source: DimSplit, target: DimSplit) -> int:
 
 
 def _common_cut(split: DimSplit, num_axes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the boundaries of the cells that only the first ``num_axes`` axes make."""
+    """Return the boundaries of the blocks that only the first ``num_axes`` axes make."""
     return split.boundary_array[:: math.prod(split.axis_sizes[num_axes:])]
 
 
@@ -222,17 +222,17 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
 def overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return how many elements a rank's source and target cells share, by mesh coordinate."""
-    (start, stop), (low, high) = _cell_tables(source, ndim), _cell_tables(target, ndim)
+    """Return how many elements a rank's source and target blocks share, by mesh coordinate."""
+    (start, stop), (low, high) = _block_tables(source, ndim), _block_tables(target, ndim)
     overlaps: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(stop, high)
     overlaps = overlaps - np.maximum(start, low)
     return overlaps.clip(min=0)
 
 
-def _cell_tables(
+def _block_tables(
     split: DimSplit, ndim: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return each coordinate's cell start and stop, as tables with a dim per mesh axis."""
+    """Return each coordinate's block start and stop, as tables with a dim per mesh axis."""
     bounds = split.boundary_array
     order = sorted(range(len(split.axes)), key=split.axes.__getitem__)
     shape = [1] * ndim

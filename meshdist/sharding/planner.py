@@ -13,7 +13,7 @@ import numpy as np
 from ..arguments import get_integer, get_shape
 from ..error_text import with_article
 from ..errors import ArgumentError, AxisError, KindError
-from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout, get_layout
 from ..mesh.partition_spec import PartitionSpec
@@ -102,7 +102,7 @@ def plan(
                 if isinstance(dst, (PartitionSpec, NamedSharding, str))
                 else "pass the mesh by name: plan(pattern, mesh=mesh)",
             )
-        given_mesh, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
+        given_mesh, mesh = mesh, require_current_mesh("plan") if mesh is None else mesh
         layout, pattern = get_layout(mesh, "plan"), parse(src)
         asked = tuple(checked_sizes(pattern, sizes).items())
         at, speeds = mesh_rank(mesh, rank), mesh_links(mesh, links)
@@ -114,7 +114,7 @@ def plan(
                 return plan_einsum(laid, layout, layout.get_coordinate(at), speeds)
             return _plan_pattern(src, layout, whole, asked, at, speeds)
         except AxisError as error:
-            raise with_hidden_mesh(error, given_mesh) from None
+            raise with_outer_mesh_hint(error, given_mesh) from None
     if sizes:
         raise ArgumentError(
             "sizes by name need a pattern, whose dims have names",
@@ -218,12 +218,12 @@ def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedS
     if isinstance(given, NamedSharding):
         return given
     if isinstance(given, PartitionSpec):
-        chosen = mesh_in_force("plan") if mesh is None else mesh
+        chosen = require_current_mesh("plan") if mesh is None else mesh
         get_layout(chosen, "plan")
         try:
             return NamedSharding(chosen, given)
         except AxisError as error:
-            raise with_hidden_mesh(error, mesh) from None
+            raise with_outer_mesh_hint(error, mesh) from None
     is_missing = name == "dst" and given is None
     raise KindError(
         "a plan needs a destination" if is_missing else f"{name} is not a spec",
@@ -289,10 +289,10 @@ class EinsumPlan:
                 gradient of operand 0: all-reduce over tp, 2 ranks: 2 x 4; 32 bytes in, ...
         """
         mesh = self.result.layout
-        place = self.result.coordinate
+        coordinate = self.result.coordinate
         lines = [
-            f"einsum {self.layout.text!r}: rank {mesh.rank_at(place)} "
-            f"({mesh.coordinate_text(mesh.rank_at(place))}) of mesh ({mesh.axis_text()})"
+            f"einsum {self.layout.text!r}: rank {mesh.rank_at(coordinate)} "
+            f"({mesh.coordinate_text(mesh.rank_at(coordinate))}) of mesh ({mesh.axis_text()})"
         ]
         lines += [f"  {self._axis_text(axis)}" for axis in range(mesh.ndim)]
         named = [(f"operand {at}", plan) for at, plan in enumerate(self.operands)]

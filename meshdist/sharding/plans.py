@@ -16,7 +16,7 @@ from ..arguments import get_integer
 from ..mesh.layout import Layout
 from ..mesh.placement import Placement
 from .placement_diff import bare
-from .routes import DEFAULT_LINK, Link, num_held_in_all, route_between, slowest, stage_steps
+from .routes import DEFAULT_LINK, Link, num_held_in_all, phase_steps, route_between, slowest
 from .steps import GroupStep, Pad, Step
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -95,7 +95,7 @@ class Plan:
         route, void = route_between(self.source, self.target, self.links)
         if any(self.coordinate[axis] for axis in void):
             return (Pad(self.target.local_shape(self.coordinate), None),)
-        return tuple(step for stage in route for step in stage_steps(stage, self.coordinate))
+        return tuple(step for phase in route for step in phase_steps(phase, self.coordinate))
 
     @cached_property
     def is_identity(self) -> bool:

@@ -68,8 +68,8 @@ def refine(source: Layout, target: Layout) -> Refinement:
     if source == target:
         axes = tuple((axis,) for axis in range(source.ndim))
         return Refinement(source, axes, axes)
-    places = _places_in(source, target, where)
-    modes = strided_modes(places)
+    positions = _positions_in(source, target, where)
+    modes = strided_modes(positions)
     if modes is None:
         raise MeshError(
             "two meshes order their ranks so differently that no common axes describe both",
@@ -104,7 +104,7 @@ def refine(source: Layout, target: Layout) -> Refinement:
     return Refinement(layout, source_axes, target_axes)
 
 
-def _places_in(
+def _positions_in(
     source: Layout, target: Layout, where: str
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """Return the index of each target rank in the source's row-major order."""
@@ -177,8 +177,8 @@ def _refined(
 
     def dim_of(dim: DimSplit) -> DimSplit:
         finer = parts(dim.axes)
-        cells = None if dim.is_even else tuple(np.diff(dim.boundary_array).tolist())
-        return split_dim(dim.size, finer, tuple(sizes[part] for part in finer), cells)
+        blocks = None if dim.is_even else tuple(np.diff(dim.boundary_array).tolist())
+        return split_dim(dim.size, finer, tuple(sizes[part] for part in finer), blocks)
 
     return Placement(
         sizes,

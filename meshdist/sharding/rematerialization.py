@@ -31,7 +31,7 @@ class GatheredOperand:
         self._was_at = self._shard._version
         self._transfer = get_transfer(plan, mesh)
         self._where = plan.op_name
-        self._num_saved = self._num_left = 0
+        self._num_saved = self._num_unread = 0
         self._again: torch.Tensor | None = None
 
     def gather(self) -> None:
@@ -47,21 +47,21 @@ class GatheredOperand:
         with torch.no_grad():
             found = self._transfer(self._shard)
         self._again = found if self._num_saved else None
-        self._num_left = self._num_saved
+        self._num_unread = self._num_saved
 
     def pack(self, saved: torch.Tensor) -> tuple[GatheredOperand, Any]:
         """Return this object and the geometry of ``saved``, for autograd."""
         self._num_saved += 1
         return self, (saved.shape, saved.stride(), saved.storage_offset())
 
-    def unpack(self, form: Any) -> torch.Tensor:
+    def unpack(self, view_args: Any) -> torch.Tensor:
         """Return the view that ``pack`` saved; the last one drops the memory."""
         if self._again is None:  # The program reads a node's saved tensors itself.
             self.gather()
         assert self._again is not None
-        view = self._again.as_strided(*form)
-        self._num_left -= 1
-        if not self._num_left:
+        view = self._again.as_strided(*view_args)
+        self._num_unread -= 1
+        if not self._num_unread:
             self._again = None
         return view
 
@@ -77,8 +77,8 @@ def saved_as_shards(gathered: Sequence[GatheredOperand]) -> Any:
     def unpack(kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
-        each, form = kept
-        view: torch.Tensor = each.unpack(form)
+        each, view_args = kept
+        view: torch.Tensor = each.unpack(view_args)
         return view
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -38,7 +38,7 @@ from ..mesh.spec import NamedSharding, sharding_of
 from ..typed_mode.context import ContextMode, find_context
 from ..typed_mode.type_errors import foreign_mesh, rejected_sharding, unmarked_shard
 from .executor import PlanExecutor
-from .placement_diff import dim_of_largest_cells, extended
+from .placement_diff import dim_of_largest_blocks, extended
 from .planner import backend_links, plan_move
 from .plans import Plan, make_plan
 from .refinement import refine
@@ -71,29 +71,29 @@ def typed_operand(
     operation: str,
     x: torch.Tensor,
     source: NamedSharding,
-    wanted_kinds: Mapping[str, str],
+    target_kinds: Mapping[str, str],
     mesh: DeviceMesh,
 ) -> torch.Tensor:
-    """Return ``x`` cast to ``wanted_kinds`` over axes where it is invariant; or raise."""
+    """Return ``x`` cast to ``target_kinds`` over axes where it is invariant; or raise."""
     if mesh is not mode.mesh:
         _check_mesh(mode, operation, mesh)
     kinds = kinds_in(mode.operand_type(x, operation))
     missing = {}
-    for axis, wanted in wanted_kinds.items():
+    for axis, target_kind in target_kinds.items():
         kind = kinds.get(axis, "I")
-        if kind not in FITTING_KINDS[wanted] or (
-            kind == "V" and wanted == "U" and find_spec(x) is not None
+        if kind not in FITTING_KINDS[target_kind] or (
+            kind == "V" and target_kind == "U" and find_spec(x) is not None
         ):
-            raise rejected_sharding(operation, x, axis, wanted, mode.mesh, repr(source.spec))
-        if kind == "I" != wanted:
+            raise rejected_sharding(operation, x, axis, target_kind, mode.mesh, repr(source.spec))
+        if kind == "I" != target_kind:
             # The gradient depends on whether the parts of this tensor differ. Only a leaf that the
             # program annotates, ``md.annotate(w)``, shows it: a result may be computed from an
             # unannotated leaf, and DDP annotates all its leaves.
             is_typed = find_type(x) is not None and find_owner_axes(x) is None
             is_leaf = x.is_leaf and is_typed
-            if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not is_leaf:
+            if target_kind == "V" and x.requires_grad and torch.is_grad_enabled() and not is_leaf:
                 raise unmarked_shard(operation, x, axis, mode.mesh, repr(source.spec))
-            missing[axis] = wanted
+            missing[axis] = target_kind
     return mode.cast(x, missing) if missing else x
 
 
@@ -122,7 +122,7 @@ class Transfer:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.shape = plan.source.local_shape(coordinate)
-        self.carry = PlanExecutor(plan.steps, self.shape, mesh, plan.op_name)
+        self.execute = PlanExecutor(plan.steps, self.shape, mesh, plan.op_name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and self._transpose is None:
@@ -149,7 +149,7 @@ class Transfer:
             for axis in range(plan.layout.ndim)
         )
 
-    def carry_batch(self, x: torch.Tensor) -> torch.Tensor:
+    def execute_batch(self, x: torch.Tensor) -> torch.Tensor:
         """Return the plan's result on a batch (leading dims), without gradient."""
         batch = x.shape[: x.dim() - len(self.shape)]
         plan = self._plan
@@ -161,7 +161,7 @@ class Transfer:
             links=plan.links,
             op_name=f"{plan.op_name}, {tuple(batch)} times",
         )
-        return get_transfer(batched, self._mesh).carry(x)
+        return get_transfer(batched, self._mesh).execute(x)
 
 
 def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
@@ -182,27 +182,27 @@ def transfer_or_alias(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Te
     _ = transfer.transpose  # Open its groups before the backward.
     if x.is_leaf or are_transforms_active():
         return call_function(_Aliased, x, transfer)
-    return mesh.caches.of(_KeptAliases).alias(x, transfer, (plan.source, plan.target))
+    return mesh.caches.of(_AliasCache).alias(x, transfer, (plan.source, plan.target))
 
 
-class _KeptAliases:
+class _AliasCache:
     """Aliases of live tensors through which a backward runs, by tensor and placements."""
 
     # A backward runs a checkpoint's forward again: its aliases are kept separately. An alias holds
     # the history of its tensor but not the tensor.
 
     def __init__(self) -> None:
-        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._cached: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def alias(
         self, x: torch.Tensor, transfer: Transfer, ends: tuple[Placement, Placement]
     ) -> torch.Tensor:
         """Return an alias of ``x`` with the transfer's backward, kept by (source, target)."""
-        kept: dict[Any, torch.Tensor] = self._kept.setdefault(x, {})
+        cached: dict[Any, torch.Tensor] = self._cached.setdefault(x, {})
         key = ends, x._version, current_task()
-        found = kept.get(key)
+        found = cached.get(key)
         if found is None or not found.is_set_to(x):  # `.data =` does not raise the version.
-            found = kept[key] = call_function(_Aliased, x, transfer)
+            found = cached[key] = call_function(_Aliased, x, transfer)
         return found
 
 
@@ -223,8 +223,8 @@ class _Aliased(LinearFunction):
 class _Transferred(LinearFunction):
     @staticmethod
     def forward(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
-        carry = transfer.carry if x.dim() == len(transfer.shape) else transfer.carry_batch
-        return carry(x)
+        execute = transfer.execute if x.dim() == len(transfer.shape) else transfer.execute_batch
+        return execute(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -261,7 +261,7 @@ class Move:
         plan = plan_move(*ends, mesh.get_rank(), backend_links(mesh), pattern, names)
         counts = source.parts.counts, target.parts.counts
         if pattern and (source.parts.names != names or {*counts[0], *counts[1]} - {1}):
-            letters = {name: f"d{place}" for place, name in enumerate(names)}
+            letters = {name: f"d{index}" for index, name in enumerate(names)}
             parts = " ".join(letters.values())
             left, right = (
                 _side_text([letters[name] for name in side.parts.names], side.parts.counts)
@@ -338,9 +338,9 @@ class Move:
         here, there = self._kinds
         for axis, kind in kinds_in(type_of(x)).items():
             # If values and gradients stay unchanged, DDP's annotation of a parameter is kept too.
-            is_left_alone = kind == "R" and here.get(axis) == "I" == there.get(axis)
+            is_unchanged = kind == "R" and here.get(axis) == "I" == there.get(axis)
             if mesh.axis_sizes.get(axis, 1) > 1 and not (
-                kind in FITTING_KINDS[here[axis]] or is_left_alone
+                kind in FITTING_KINDS[here[axis]] or is_unchanged
             ):
                 text = repr(self.source.spec)
                 raise rejected_sharding(self._operation, x, axis, here[axis], mesh, text)
@@ -359,7 +359,7 @@ class Move:
         return result
 
 
-def kept_move(mesh: DeviceMesh, key: Hashable, make: Callable[[], Move]) -> Move:
+def cached_move(mesh: DeviceMesh, key: Hashable, make: Callable[[], Move]) -> Move:
     """Return the move cached under ``key``; the first call makes it, collectively."""
     found = mesh.caches.find(Move, key)
     return mesh.caches.keep(Move, key, make()) if found is None else found
@@ -370,17 +370,17 @@ def move(
 ) -> Array:
     """Return this rank's shard after the move; collective."""
     ends = source, target, shape
-    return kept_move(source.mesh, ends, lambda: Move(*ends)).of(local)
+    return cached_move(source.mesh, ends, lambda: Move(*ends)).of(local)
 
 
 def cut_further(
     sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> NamedSharding:
-    """Return ``sharding`` with ``axes`` also cutting the dim with the largest cells."""
+    """Return ``sharding`` with ``axes`` also cutting the dim with the largest blocks."""
     # The new axes are the dim's minor axes, so that a single all-gather undoes it.
     placement = sharding.placement(shape)
     dims = list(placement.dims)
-    dim = dim_of_largest_cells(dims)
+    dim = dim_of_largest_blocks(dims)
     dims[dim] = extended(dims[dim], axes, tuple(placement.mesh_sizes[axis] for axis in axes))
     names = sharding.layout.names or ()
     unreduced = sharding.spec.unreduced - {names[axis] for axis in axes}
@@ -406,10 +406,10 @@ def check_spec(
     if (carried := find_spec(x)) is None:
         return
     sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))
-    said = _cut_dims(source.spec)
+    cut_dims = _cut_dims(source.spec)
     for axis, dim in _cut_dims(carried).items():
         is_partial_sum = axis in source.spec.unreduced
-        if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_partial_sum:
+        if sizes.get(axis, 1) > 1 and cut_dims.get(axis) != dim and not is_partial_sum:
             cut = f"dim {dim} is cut over {axis!r}"
             raise ArgumentError(
                 f"{operation}: the tensor's annotation does not match the left side, or the source",

@@ -30,7 +30,7 @@ If each rank needs only its own 2 sums, the reduce-scatter suffices, and the ran
     >>> sums, links = replace(source, unreduced=()), (DEFAULT_LINK,)
     >>> [price for price, _ in _candidates(change_between(source, sums))]  # two are scatter, gather
     [96, 48, 48, 48]
-    >>> [step.name for it in find_route(source, sums, links) for step in stage_steps(it, (0,))]
+    >>> [step.name for it in find_route(source, sums, links) for step in phase_steps(it, (0,))]
     ['all-reduce']
     >>> two_each = replace(sums, dims=(split_dim(8, (0,), (4,)),))
     >>> [stage.num_received for stage in find_route(source, two_each, links)]
@@ -50,7 +50,7 @@ from ..errors import ArgumentError, KindError
 from ..mesh.layout import Layout
 from ..mesh.placement import DimSplit, Placement
 from .lowering import exchange_steps, group_at, local_steps, operation_steps
-from .placement_diff import Change, bare, change_between, dim_of_largest_cells, extended
+from .placement_diff import Change, bare, change_between, dim_of_largest_blocks, extended
 from .steps import CollectiveStep, Step
 
 __all__ = ["Link"]
@@ -163,13 +163,13 @@ class Sum:
         return 2 * (members - 1) * (num_held_in_all(self.placement) // members)
 
 
-Stage = Change | Sum
+Phase = Change | Sum
 # A candidate's intermediate placements: of an all-reduce, or None, then of an exchange.
 _Between = tuple[Placement | None, Placement | None]
 
 
 @lru_cache(maxsize=4096)
-def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) -> tuple[Stage, ...]:
+def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) -> tuple[Phase, ...]:
     """Return the phases with the fewest elements received; ``links`` break ties."""
     whole = change_between(source, target)
     if not whole.summed:
@@ -185,7 +185,7 @@ def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) ->
 
 def route_between(
     source: Placement, target: Placement, links: tuple[Link, ...]
-) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+) -> tuple[tuple[Phase, ...], tuple[int, ...]]:
     """Return the best phases, and the axes where only coordinate 0 gets values."""
     source, target, void = _without_zeros(source, target)
     return find_route(source, target, links), void
@@ -225,16 +225,16 @@ def num_received_by_all(source: Placement, target: Placement) -> int:
     return min(price for price, _ in _candidates(whole))
 
 
-def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
-    if isinstance(stage, Sum):
-        group = group_at(stage.axes, stage.placement.mesh_sizes, coordinate)
-        shape = stage.placement.local_shape(coordinate)
+def phase_steps(phase: Phase, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
+    if isinstance(phase, Sum):
+        group = group_at(phase.axes, phase.placement.mesh_sizes, coordinate)
+        shape = phase.placement.local_shape(coordinate)
         return (CollectiveStep(shape, *group, "all_reduce", shape),)
-    if stage.num_received == 0:
-        return local_steps(stage, coordinate)
-    if stage.has_product_form:
-        return operation_steps(stage, coordinate)
-    return exchange_steps(stage, coordinate)
+    if phase.num_received == 0:
+        return local_steps(phase, coordinate)
+    if phase.has_product_form:
+        return operation_steps(phase, coordinate)
+    return exchange_steps(phase, coordinate)
 
 
 # -- candidates ---------------------------------------------------------------------------------
@@ -266,16 +266,16 @@ def _candidates(whole: Change) -> Iterator[tuple[int, _Between]]:
             yield price + change_between(scattered, target).num_received, (None, scattered)
 
 
-def _route(between: _Between, whole: Change) -> tuple[Stage, ...]:
+def _route(between: _Between, whole: Change) -> tuple[Phase, ...]:
     part, middle = between
-    stages: list[Stage] = []
+    phases: list[Phase] = []
     here = whole.source
     if part is not None:
-        stages += [change_between(here, part), Sum(part, whole.summed)]
+        phases += [change_between(here, part), Sum(part, whole.summed)]
     elif middle is not None:
-        stages.append(change_between(here, middle))
-    stages.append(change_between(here if middle is None else middle, whole.target))
-    return tuple(s for s in stages if isinstance(s, Sum) or s.source != s.target)
+        phases.append(change_between(here, middle))
+    phases.append(change_between(here if middle is None else middle, whole.target))
+    return tuple(s for s in phases if isinstance(s, Sum) or s.source != s.target)
 
 
 def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
@@ -294,11 +294,11 @@ def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
 
 
 def _home(axis: int, source: Placement, target: Placement) -> int:
-    """Return the dim that ``axis`` cuts in the target, else the dim with the largest cells."""
+    """Return the dim that ``axis`` cuts in the target, else the dim with the largest blocks."""
     for number, dim in enumerate(target.dims):
         if axis in dim.axes:
             return number
-    return dim_of_largest_cells(source.dims)
+    return dim_of_largest_blocks(source.dims)
 
 
 def _with_more_cuts(
@@ -336,27 +336,27 @@ def num_held_in_all(placement: Placement) -> int:
 
 
 def _boxes_time_and_operations(
-    route: Sequence[Stage], links: tuple[Link, ...]
+    route: Sequence[Phase], links: tuple[Link, ...]
 ) -> tuple[int, int, int]:
     """Return a route's (box exchanges, nanoseconds, collectives); smaller is better."""
     # Times are added as fractions, because rounded sums of equal times can differ. 4 elements on
     # 2 ranks: an all-reduce takes 10 us + 4 ns; a reduce-scatter and an all-gather take
     # (5 us + 2 ns) twice, as floats 1.7e-21 s less.
     time, boxes, operations = Fraction(0), 0, 0
-    for stage in route:
-        if stage.num_received == 0:
+    for phase in route:
+        if phase.num_received == 0:
             continue
-        if isinstance(stage, Sum):
-            sizes, groups, rounds = stage.placement.mesh_sizes, [stage.axes], 2
+        if isinstance(phase, Sum):
+            sizes, groups, rounds = phase.placement.mesh_sizes, [phase.axes], 2
         else:
-            sizes, groups, rounds = stage.source.mesh_sizes, [stage.group], 1
-            boxes += not stage.has_product_form
-            if stage.has_product_form and stage.moving and stage.gathered:
-                groups = [stage.moving, stage.gathered]
+            sizes, groups, rounds = phase.source.mesh_sizes, [phase.group], 1
+            boxes += not phase.has_product_form
+            if phase.has_product_form and phase.moving and phase.gathered:
+                groups = [phase.moving, phase.gathered]
         for axes in groups:
             members = math.prod(sizes[axis] for axis in axes)
             time += rounds * (members - 1) * round(slowest(links, axes).latency_s * 1e9)
             operations += 1
-        mean_bytes = Fraction(_NOMINAL_BYTES * stage.num_received, math.prod(sizes))
-        time += mean_bytes * Fraction(1e9 / slowest(links, stage.group).bytes_per_s)
+        mean_bytes = Fraction(_NOMINAL_BYTES * phase.num_received, math.prod(sizes))
+        time += mean_bytes * Fraction(1e9 / slowest(links, phase.group).bytes_per_s)
     return boxes, round(time), operations

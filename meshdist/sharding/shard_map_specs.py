@@ -29,7 +29,7 @@ from ..errors import (
     ShapeError,
 )
 from ..lax.reductions import pcast
-from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.current_mesh import with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P
 from ..mesh.placement import Placement
@@ -115,11 +115,11 @@ def find_argument(
     if spec is None or x is None:
         return None
     if isinstance(x, ShardedArray):
-        _check_lies_so(mesh, given_mesh, x, spec, path)
+        _check_sharding(mesh, given_mesh, x, spec, path)
         return MappedArray(x, path, x.sharding, x.shape)
-    said = P() if spec is Infer else spec
+    given_spec = P() if spec is Infer else spec
     if type(x) in _NUMBERS:
-        if said != P():
+        if given_spec != P():
             raise KindError(
                 "a number has no dims and no shards",
                 expected="an array, or the spec P() or None",
@@ -135,10 +135,10 @@ def find_argument(
                 fix=f"pass md.ShardedArray({path}, sharding) if it is this rank's shard",
             )
     shape = tuple(tensor.shape)
-    sharding = _sharding(mesh, given_mesh, tensor, said)
-    if isinstance(said, str):  # A pattern's groups must be cut between whole parts.
+    sharding = _sharding(mesh, given_mesh, tensor, given_spec)
+    if isinstance(given_spec, str):  # A pattern's groups must be cut between whole parts.
         try:
-            sharding = NamedSharding.from_pattern(said, mesh, shape)
+            sharding = NamedSharding.from_pattern(given_spec, mesh, shape)
         except ShapeError as error:
             raise ShapeError(
                 error.summary,
@@ -149,7 +149,7 @@ def find_argument(
     return MappedArray(x, path, sharding, shape)
 
 
-def _check_lies_so(
+def _check_sharding(
     mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: ShardedArray, spec: Any, path: str
 ) -> None:
     """Raise unless ``x`` is sharded on ``mesh`` as ``spec`` states."""
@@ -162,10 +162,10 @@ def _check_lies_so(
     if spec is Infer:
         return
     local = as_tensor(x.local, argument=path, operation="shard_map", writable=False)
-    wanted = _sharding(mesh, given_mesh, local, spec)
-    here, there = x.sharding.placement(x.shape), wanted.placement(x.shape)
+    expected_kind = _sharding(mesh, given_mesh, local, spec)
+    here, there = x.sharding.placement(x.shape), expected_kind.placement(x.shape)
     # A spec does not state sizes, so any shard sizes of the array are accepted.
-    if here != there and (wanted.shard_sizes or _axes(here) != _axes(there)):
+    if here != there and (expected_kind.shard_sizes or _axes(here) != _axes(there)):
         raise ArgumentError(
             f"it is sharded as {x.sharding.spec!r}",
             expected="an array that is sharded as its spec, since shard_map never reshards",
@@ -188,7 +188,7 @@ def _sharding(
     try:
         checked = checked_spec(x, spec, mesh.layout, "shard_map")
     except AxisError as error:
-        raise with_hidden_mesh(error, given_mesh) from None
+        raise with_outer_mesh_hint(error, given_mesh) from None
     if not isinstance(spec, NamedSharding):
         return mesh.caches.keep(NamedSharding, key, NamedSharding(mesh, checked))
     if spec.layout != mesh.layout:
@@ -229,14 +229,14 @@ def get_result(
         try:
             sharding = _sharding(mesh, given_mesh, tensor, spec)
         except ShapeError as error:
-            raise error if tensor.dim() else _scalar_beside_dims(error) from None
+            raise error if tensor.dim() else _scalar_with_dims(error) from None
         shape = sharding.whole_shape(tuple(tensor.shape))
     if is_typed and isinstance(y, torch.Tensor):
         y = _cast(y, sharding)
     return MappedArray(y, path, sharding, shape)
 
 
-def _scalar_beside_dims(error: ShapeError) -> ShapeError:
+def _scalar_with_dims(error: ShapeError) -> ShapeError:
     """Return the error of a scalar with a spec for dims."""
     return ShapeError(
         error.summary,
@@ -251,31 +251,31 @@ def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
     """Return ``y`` cast to its spec's types; raise if no cast allows it."""
     mesh, kinds = sharding.mesh, kinds_in(type_of(y))
     casts: dict[str, list[str]] = {}
-    for axis, wanted in kinds_of(sharding).items():
+    for axis, expected_kind in kinds_of(sharding).items():
         kind = kinds.get(axis, "I")
-        if kind != wanted:
-            to = _CASTS.get((kind, wanted))
+        if kind != expected_kind:
+            to = _CASTS.get((kind, expected_kind))
             if to is None:
-                raise _rejected_kind(axis, mesh.axis_sizes[axis], kind, wanted, y.dim())
+                raise _rejected_kind(axis, mesh.axis_sizes[axis], kind, expected_kind, y.dim())
             casts.setdefault(to, []).append(axis)
     for to, axes in casts.items():
         y = pcast(y, tuple(axes), to=to, mesh=mesh)
     return y
 
 
-def _rejected_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
+def _rejected_kind(axis: str, size: int, kind: str, expected_kind: str, ndim: int) -> AxisTypeError:
     dim = "" if ndim else ", and give the value a dim: y[None]"
     fixes = {
         "V": "make one value with lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over "
         f"{axis!r}; or, to concatenate the ranks' values, name {axis!r} in the spec{dim}",
         "U": f"add the partial sums: lax.psum(y, {axis!r}); or write P(unreduced={{{axis!r}}})",
         "R": f"write P(reduced={{{axis!r}}})",
-        "I": f"call lax.pcast(y, {axis!r}, to={KINDS[wanted]!r}) first",
+        "I": f"call lax.pcast(y, {axis!r}, to={KINDS[expected_kind]!r}) first",
     }
-    says = {"I": "leaves out", "V": "mentions"}.get(wanted, f"calls {KINDS[wanted]}")
+    says = {"I": "leaves out", "V": "mentions"}.get(expected_kind, f"calls {KINDS[expected_kind]}")
     return AxisTypeError(
         f"it is {KINDS[kind]} over {axis!r} (size {size}), which its spec {says}",
-        expected=f"a value that is {KINDS[wanted]} over {axis!r}",
+        expected=f"a value that is {KINDS[expected_kind]} over {axis!r}",
         fix=fixes[kind],
     )
 
@@ -302,18 +302,18 @@ def with_common_shapes(
             fix="return the same structure from f on every rank",
         )
     found = []
-    for place, array in enumerate(arrays):
-        shapes = {rank: each[place] for rank, each in zip(group.ranks, of_all, strict=True)}
+    for index, array in enumerate(arrays):
+        shapes = {rank: each[index] for rank, each in zip(group.ranks, of_all, strict=True)}
         sharding, shape = (
             (array.sharding, array.shape) if is_even else sized_by_shards(array.sharding, shapes)
         )
         if any(sharding.shard_shape(shape, rank) != shapes[rank] for rank in shapes):
-            raise _no_whole(name, array, shapes, is_even=is_even)
+            raise _no_global_array(name, array, shapes, is_even=is_even)
         found.append(replace(array, sharding=sharding, shape=shape))
     return found
 
 
-def _no_whole(
+def _no_global_array(
     name: str, array: MappedArray, shapes: Mapping[int, tuple[int, ...]], *, is_even: bool
 ) -> ShapeError:
     spec = array.sharding.spec

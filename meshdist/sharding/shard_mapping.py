@@ -265,7 +265,7 @@ class _Mapping:
     def _arguments(self, mesh: DeviceMesh, args: Any) -> tuple[list[Any], Any]:
         """Return the leaves of ``args``, arrays as ``MappedArray``, and the tree; or raise."""
         names = list(self.parameters[: len(args)])
-        names += [f"{self.rest}[{place}]" for place in range(len(args) - len(names))]
+        names += [f"{self.rest}[{index}]" for index in range(len(args) - len(names))]
         if isinstance(self.in_specs, tuple) and len(self.in_specs) != len(args):
             raise LengthError(
                 f"shard_map of {self.name}: a call with {len(args)} arguments, in_specs of "
@@ -279,13 +279,13 @@ class _Mapping:
         leaves: list[Any] = []
         problems: list[tuple[str, MeshdistError]] = []
         for accessor, value, spec in zip(accessors, values, specs, strict=True):
-            place = accessor[0].entry
-            path = accessor[1:].codify(names[place])
+            index = accessor[0].entry
+            path = accessor[1:].codify(names[index])
             try:
                 found = find_argument(mesh, self.mesh, value, spec, path)
                 leaves.append(value if found is None else found)
             except MeshdistError as error:
-                shown = f"argument {place}, {path}: {value_text(value)}, spec {spec!r}"
+                shown = f"argument {index}, {path}: {value_text(value)}, spec {spec!r}"
                 problems.append((shown, error))
         if problems:
             reject(f"shard_map of {self.name}: arguments do not match in_specs", mesh, problems)

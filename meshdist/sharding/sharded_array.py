@@ -17,7 +17,7 @@ from ..checking.call_sites import one_frame
 from ..dtypes import dtype_name
 from ..error_text import explain, with_article
 from ..errors import ArgumentError, AxisError, KindError, MeshError, ShapeError
-from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, box_text, index_of, shape_of
@@ -39,7 +39,7 @@ from .descriptions import (
     mesh_text,
 )
 from .elementwise import ElementwiseArray
-from .resharding import Move, kept_move
+from .resharding import Move, cached_move
 
 __all__ = ["ShardedArray"]
 
@@ -49,9 +49,9 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
     if isinstance(sharding, PartitionSpec):
         naming = "NamedSharding(mesh, spec)"
         try:
-            sharding = NamedSharding(mesh_in_force(call, naming=naming), sharding)
+            sharding = NamedSharding(require_current_mesh(call, naming=naming), sharding)
         except AxisError as error:
-            raise with_hidden_mesh(error, None, f"pass the mesh: {naming}") from None
+            raise with_outer_mesh_hint(error, None, f"pass the mesh: {naming}") from None
     if not isinstance(sharding, NamedSharding):
         raise KindError(
             f"{call} takes a sharding",
@@ -76,13 +76,13 @@ def check_shard(
 ) -> Box:
     """Return the box of this rank's shard; raise if it has another shape."""
     box = sharding.placement(shape).box(coordinate_in(sharding.mesh, call))
-    wanted = shape_of(box)
-    if wanted == local_shape:
+    expected_shape = shape_of(box)
+    if expected_shape == local_shape:
         return box
     raise ShapeError(
         f"{call}: the local array is not a shard of an array of shape {shape_text(shape)}",
         where=f"{mesh_text(sharding.mesh)}, {sharding.spec!r}",
-        expected=f"shape {shape_text(wanted)}, this rank's shard",
+        expected=f"shape {shape_text(expected_shape)}, this rank's shard",
         found=f"shape {shape_text(local_shape)}",
         fix="call md.device_put(x, sharding) if every rank has the global array"
         if shape == local_shape
@@ -250,7 +250,7 @@ class ShardedArray(ElementwiseArray):
         if isinstance(dst, NamedSharding) and dst == self.sharding:
             return self
         key = self.sharding, dst, self.shape, *sizes.items()
-        move = kept_move(self.mesh, key, lambda: self._new_move(dst, sizes))
+        move = cached_move(self.mesh, key, lambda: self._new_move(dst, sizes))
         if not move.keeps_shards:
             return ShardedArray(move.of(self.local), move.target, move.target_shape)
         is_same = move.target == self.sharding
@@ -396,7 +396,7 @@ class ShardedArray(ElementwiseArray):
                 where=self._where(),
                 fix="iterate over this rank's shard, x.local, or over the global array, x.full()",
             )
-        return (self[place] for place in range(self.shape[0]))
+        return (self[index] for index in range(self.shape[0]))
 
     def __contains__(self, element: object) -> bool:
         self._check_holds_whole("in")

@@ -118,7 +118,7 @@ class GroupStep(Step):
 
     axes: tuple[int, ...]
     size: int
-    place: int
+    group_rank: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class CollectiveStep(GroupStep):
     """A collective that moves equal parts between all members.
 
     Args:
-        collective: a name in ``OPERATIONS``.
+        operation: a name in ``OPERATIONS``.
         part: the shape of each member's part.
         pack: from the local array to the parts to send; None sends it unchanged.
         unpack: from the received parts, in group order, to the result; None if unchanged.
@@ -146,7 +146,7 @@ class CollectiveStep(GroupStep):
         if OPERATIONS[self.operation].kind == "I" and OPERATIONS[self.operation].reduces:
             # 10 elements on 4 ranks: rank 0 receives 3 partial sums of its 3 elements, then the
             # other 7 sums.
-            share = count // self.size + (self.place < count % self.size)
+            share = count // self.size + (self.group_rank < count % self.size)
             moved = others * share + count - share
             return Price(moved, moved, 2 * others, buffered)
         return Price(others * count, others * count, others, buffered)
@@ -165,15 +165,15 @@ class Exchange(GroupStep):
     Args:
         sends: each receiver's place and its box of the local array, at most one box each, by place.
         receives: each sender's place and its box of the result, by place.
-        kept: the box of the local array that stays on this rank, and that box of the result.
-        is_covered: whether boxes and ``kept`` fill the result; else the rest is zeros.
-        is_summed: whether equal boxes of the result are added, including ``kept``; any two boxes
+        own: the box of the local array that stays on this rank, and that box of the result.
+        is_covered: whether boxes and ``own`` fill the result; else the rest is zeros.
+        is_summed: whether equal boxes of the result are added, including ``own``; any two boxes
             are equal or disjoint.
     """
 
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
-    kept: tuple[Box, Box] | None
+    own: tuple[Box, Box] | None
     is_covered: bool = field(default=True, kw_only=True)
     is_summed: bool = field(default=False, kw_only=True)
 
@@ -193,8 +193,8 @@ class Exchange(GroupStep):
     def sums(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """Each box of the result, and the ascending places of the summed members."""
         # This order makes the sum bitwise equal on every rank that computes it.
-        places: dict[Box, list[int]] = {}
-        kept = [] if self.kept is None else [(self.place, self.kept[1])]
-        for place, box in sorted([*self.receives, *kept]):
-            places.setdefault(box, []).append(place)
-        return tuple((box, tuple(found)) for box, found in places.items())
+        peers: dict[Box, list[int]] = {}
+        own = [] if self.own is None else [(self.group_rank, self.own[1])]
+        for peer, box in sorted([*self.receives, *own]):
+            peers.setdefault(box, []).append(peer)
+        return tuple((box, tuple(found)) for box, found in peers.items())

@@ -174,12 +174,12 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
         """Return the rows of the indices; ``_sequence``: this rank's part of the sequence."""
         self.ready()
         start, stop = own_part(self.num_embeddings, self.mesh)
-        index, is_mine = local_index(input, start, stop, self.num_embeddings, "vocab")
+        index, is_own = local_index(input, start, stop, self.num_embeddings, "vocab")
         padding = self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
         rows = F.embedding(index, self.weight, padding, sparse=self.sparse)
-        rows = rows.masked_fill(~is_mine[..., None], 0)
+        rows = rows.masked_fill(~is_own[..., None], 0)
         if self.style == "vocab_sequence":
             return scattered_sequence(rows, self.mesh)
         return moved(rows, f"... {{U:{self.axis}}} -> ...", self.mesh)
@@ -196,8 +196,8 @@ def moved(x: torch.Tensor, pattern: str, mesh: DeviceMesh, **sizes: Any) -> torc
 
 def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
     """Return (start, stop) of this rank's part of ``size``."""
-    bounds, place = balanced_boundaries(size, (mesh.size(),)), mesh.get_local_rank()
-    return bounds[place], bounds[place + 1]
+    bounds, index = balanced_boundaries(size, (mesh.size(),)), mesh.get_local_rank()
+    return bounds[index], bounds[index + 1]
 
 
 def local_index(
@@ -208,7 +208,7 @@ def local_index(
     Raises:
         ArgumentError: if an index on the CPU is out of range; on a GPU, torch's own check raises.
     """
-    is_mine = (index >= start) & (index < stop)
+    is_own = (index >= start) & (index < stop)
     is_absent = (index < 0) | (index >= size)
     with HiddenFromModes():
         is_rejected = index.device.type == "cpu" and bool(is_absent.any())
@@ -219,7 +219,7 @@ def local_index(
             found=f"{index[is_absent].flatten()[0].item()} among {index.numel()} indices",
             fix="correct these indices, or create the model with a larger size",
         )
-    return (index - start).masked_fill(~is_mine & ~is_absent, 0), is_mine
+    return (index - start).masked_fill(~is_own & ~is_absent, 0), is_own
 
 
 def scattered_sequence(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -248,7 +248,7 @@ def gathered_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     # which are not activations, and inference tensors, whose writes torch does not count.
     if x.is_inference() or (x.is_leaf and x.requires_grad) or are_transforms_active():
         return _gathered(x, mesh)
-    return mesh.caches.of(_KeptGathers).get(x, mesh)
+    return mesh.caches.of(_GatherCache).get(x, mesh)
 
 
 def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -256,19 +256,19 @@ def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return moved(x, f"... s@{tp} d -> ... s d {{R:{tp}}}", mesh)
 
 
-class _KeptGathers:
+class _GatherCache:
     """Cache of gathered sequences, while their activations are in memory."""
 
     def __init__(self) -> None:
-        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._cached: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def get(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the global sequence of ``x``, gathered once for several uses."""
         # Recomputation in a backward, calls without gradient and typed calls need other tensors.
         key = x._version, current_task(), torch.is_grad_enabled(), find_context() is None
-        found = self._kept.get(x)
+        found = self._cached.get(x)
         if found is None or found[0] != key or not found[1].is_set_to(x):  # For `x.data = ...`.
-            found = self._kept[x] = key, x.detach(), _gathered(x, mesh)
+            found = self._cached[x] = key, x.detach(), _gathered(x, mesh)
         whole: torch.Tensor = found[2]
         return whole
 

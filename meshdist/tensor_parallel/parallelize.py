@@ -104,8 +104,8 @@ def _fits(name: str, pattern: str) -> bool:
     """
     if not name:  # The model itself, whose name has no parts.
         return not pattern
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    parts, names = name.split("."), pattern.split(".")
+    return len(parts) == len(names) and all(map(fnmatchcase, parts, names))
 
 
 def _generic(name: str) -> str:
@@ -408,7 +408,7 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
     if not any("sequence" in each.style for each in assigned):
         return
     named = {id(each.module) for each in assigned}
-    left_out = [
+    excluded = [
         name
         for name, module in model.named_modules()
         if type(module).__name__.endswith("Norm")
@@ -416,14 +416,14 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
         # If the norm is annotated, the user has handled it.
         and any(find_type(x) is None for x in module.parameters(recurse=False))
     ]
-    if left_out:
+    if excluded:
         summary = "parallelize: the plan splits the sequence but omits norm layers"
         warn_caller(
             explain_text(
                 summary,
                 expected=f"'reduced' for each norm whose input is split over {axis!r} (otherwise "
                 "its gradient is only this rank's part, outside md.typed)",
-                found=first_texts(left_out, ", "),
+                found=first_texts(excluded, ", "),
                 fix="add them to the plan; if a norm reads complete sequences, annotate it: "
                 "md.annotate(model, {'norm.*': '...'}, mesh=mesh)",
             )

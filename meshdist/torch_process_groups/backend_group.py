@@ -98,10 +98,10 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     supports_time_estimate = False
 
     def __init__(self, backend: BackendType, opening: Opening, kept: object = None) -> None:
-        place = opening.rank, len(opening.ranks)
-        super().__init__(*place)
+        rank_and_size = opening.rank, len(opening.ranks)
+        super().__init__(*rank_and_size)
         if hasattr(c10d, "FlightRecorderHook"):
-            self._for_hooks = _BackendForHooks(*place)
+            self._for_hooks = _BackendForHooks(*rank_and_size)
             none_of_torchs = _TorchsGroup.BackendType.UNDEFINED
             self._register_backend(torch.device("cpu"), none_of_torchs, self._for_hooks)
         self._group_name = opening.name
@@ -171,10 +171,10 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         """A no-op torch group whose calls reach dispatch modes through torch's dispatcher."""
         # A Python group overrides the C++ methods that call the dispatcher, and the dispatcher can
         # call only a C++ backend.
-        place = self.rank(), self.size()
-        shown, none_of_torchs = _TorchsGroup(*place), _TorchsGroup.BackendType.UNDEFINED
+        rank_and_size = self.rank(), self.size()
+        shown, none_of_torchs = _TorchsGroup(*rank_and_size), _TorchsGroup.BackendType.UNDEFINED
         for kind in self._backend.device_types:
-            backend = FakeProcessGroup._create_internal(*place)
+            backend = FakeProcessGroup._create_internal(*rank_and_size)
             shown._register_backend(torch.device(kind), none_of_torchs, backend)
         shown._set_group_name(self._group_name)
         return shown
@@ -241,22 +241,22 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     # -- how a collective runs ---------------------------------------------------------------------
 
     def _start(self, operation: str, asked: Asked, given: dict[str, Any]) -> TorchWork:
-        inner, form = self.inner, _form_of(operation)
+        inner, call_form = self.inner, _call_form_of(operation)
         inner.check_unbroken()
-        written: Any = given[form.tensors[0]] if form.tensors else None
-        noted = given.get(form.noted)
-        if form.is_sum and written.layout is not torch.strided:
+        written: Any = given[call_form.tensors[0]] if call_form.tensors else None
+        noted = given.get(call_form.noted)
+        if call_form.is_sum and written.layout is not torch.strided:
             kind, factor = split_premul(asked.op)
             sum_sparse(self, written, kind if factor is None else ReduceOp.PREMUL_SUM)
             return self._kept_for_joining(TorchWork((), [written], self._completer))
-        for name in form.tensors:
+        for name in call_form.tensors:
             x = given[name]
             bare = x.data if type(x) is torch.Tensor else _bare(x)
-            given[name] = _flat(bare) if form.has_blocks else bare
+            given[name] = _flat(bare) if call_form.has_blocks else bare
         waits = not (asked.is_async or asked.timeout or profiler._is_profiler_enabled)
-        start = partial(form.run, **given, group=inner, async_op=not waits)
+        start = partial(call_form.run, **given, group=inner, async_op=not waits)
         result = [written] if isinstance(written, torch.Tensor) else list(written or ())
-        num_blocks = self.inner.size() if form.gathers_one else 0
+        num_blocks = self.inner.size() if call_form.gathers_one else 0
         return self._run(operation, asked, start, [noted], result, num_blocks=num_blocks)
 
     def _run(
@@ -307,12 +307,12 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     def _message(
         self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int
     ) -> TorchWork:
-        inner, row = self.inner, OPERATIONS[operation]
+        inner, spec = self.inner, OPERATIONS[operation]
         inner.check_unbroken()
         # find_peer is slower, so skip it for a valid number
         if type(peer) is not int or not 0 <= peer < len(inner.ranks):
-            peer = find_peer(inner, None, peer, operation, *row.named(Role.PEER))
-        message = prepare_message(operation, inner, peer, _bare(tensor), tag, is_send=row.sends)
+            peer = find_peer(inner, None, peer, operation, *spec.named(Role.PEER))
+        message = prepare_message(operation, inner, peer, _bare(tensor), tag, is_send=spec.sends)
         start = partial(open_device_group(inner, message).run, message, is_async=True)
         op_name = "recvAnySource" if peer is None else operation
         return self._run(operation, _LATER, start, [tensor], [tensor], op_name)
@@ -372,14 +372,14 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
                 fix="move the tensor to the CPU, or create a group with another backend for it",
             )
         store = PrefixStore(kind, self._opening.make_torch_store())
-        ranks, place, size = inner.ranks, inner.rank(), inner.size()
+        ranks, group_rank, size = inner.ranks, inner.rank(), inner.size()
         options = torch_distributed.ProcessGroupNCCL.Options()
         fields = {"_timeout": inner.timeout, "group_name": self._group_name}
         for name, value in {**fields, "global_ranks_in_group": list(ranks)}.items():
             setattr(options, name, value)
-        backend = torch_distributed.ProcessGroupNCCL(store, place, size, options)
+        backend = torch_distributed.ProcessGroupNCCL(store, group_rank, size, options)
         backend._set_sequence_number_for_group()
-        made = self.other_groups[kind] = _TorchsGroup(store, place, size)
+        made = self.other_groups[kind] = _TorchsGroup(store, group_rank, size)
         nccl = _TorchsGroup.BackendType.NCCL
         made._set_default_backend(nccl)
         made._register_backend(torch.device(kind), nccl, backend)
@@ -448,13 +448,13 @@ class _TorchTensorLayout(NamedTuple):
 
 
 @cache
-def _form_of(operation: str) -> _TorchTensorLayout:
-    row, run = OPERATIONS[operation], unwrap(operations[operation])
-    executor = row.executor
-    forms = executor.takes, executor.gives
-    tensors = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
+def _call_form_of(operation: str) -> _TorchTensorLayout:
+    spec, run = OPERATIONS[operation], unwrap(operations[operation])
+    executor = spec.executor
+    layouts = executor.takes, executor.gives
+    tensors = spec.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
     noted = tensors[0] if executor.root == "from" else "".join(tensors[-1:])
-    has_blocks = row.is_plain and forms == (TensorLayout.ONE, TensorLayout.ONE)
-    gathers_one = has_blocks and not row.reduces and not row.named(Role.SIZES)
-    is_sum = forms == (TensorLayout.IN_PLACE, TensorLayout.ONE) and not executor.root
+    has_blocks = spec.is_plain and layouts == (TensorLayout.ONE, TensorLayout.ONE)
+    gathers_one = has_blocks and not spec.reduces and not spec.named(Role.SIZES)
+    is_sum = layouts == (TensorLayout.IN_PLACE, TensorLayout.ONE) and not executor.root
     return _TorchTensorLayout(run, tensors, noted, has_blocks, gathers_one, is_sum)

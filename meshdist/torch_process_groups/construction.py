@@ -99,8 +99,8 @@ def open_simulated_group(options: Any) -> BackendGroup:
     isolate_names()
     size, rank = options.group_size, options.group_rank
     # An earlier world of the rank may have had a group of this name.
-    generation = options.store.add(f"opened by {rank}", 1)
-    store = PrefixStore(f"opened {generation}", options.store)
+    number = options.store.add(f"opened by {rank}", 1)
+    store = PrefixStore(f"opened {number}", options.store)
     return BackendGroup(
         get_backend("simulated"),
         Opening(
@@ -146,8 +146,8 @@ def _joined_under_mpi() -> Rendezvous:
 def _keys_of_group(store: Store, rank: int, connection: TimeoutStore) -> tuple[Store, Store]:
     """Return two stores for the new group's keys: on ``store`` and on ``connection``."""
     # An earlier world of the same store may have had a group of this name.
-    generation = connection.ask(lambda _: store.add(f"opened by {rank}", 1))
-    torchs = PrefixStore(f"opened {generation}", store)
+    number = connection.ask(lambda _: store.add(f"opened by {rank}", 1))
+    torchs = PrefixStore(f"opened {number}", store)
     # ``store`` does not reveal its prefixes. So the first member sets a random word under them, for
     # example 8f1c..., and this group's keys on ``connection`` are "8f1c.../address", and so on.
     word = secrets.token_hex(16)
@@ -177,6 +177,6 @@ def _take_connection(root: Store, timeout: timedelta) -> _Connection:
     server = os.getpid(), root.host, root.port
     with _sharing.current:
         connection = _connections.get(server)
-        if connection is None or not connection.store.is_served:
+        if connection is None or not connection.store.is_hosted:
             connection = _connections[server] = _Connection(root, timeout)
         return connection

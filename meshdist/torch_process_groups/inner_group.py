@@ -227,8 +227,8 @@ class TorchGroupPeers(PeerStatus):
         return {**disagreement, "where": where, "found": found, "fix": fix}
 
     def _what_each_called(self, sequence: int, text: str) -> str:
-        texts, places = {self.group.rank: text}, range(len(self.group.ranks))
-        keys = {member: f"disagreement/{sequence}/{member}" for member in places}
+        texts, members = {self.group.rank: text}, range(len(self.group.ranks))
+        keys = {member: f"disagreement/{sequence}/{member}" for member in members}
         with suppress(RuntimeError):  # the store is lost: each member reports only its own call
             self.store.set(keys[self.group.rank], json.dumps(text))
             texts |= collect(self.store, keys, Deadline(ANSWERS_S), str)

@@ -29,7 +29,7 @@ from ..annotations.tensor_specs import (
 from ..arguments import mesh_kind_error
 from ..error_text import with_article
 from ..errors import AxisError, AxisTypeError, KindError
-from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
+from ..mesh.current_mesh import find_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
 from ..mesh.partition_spec import PartitionSpec
@@ -141,7 +141,7 @@ def annotate(
         try:
             checked = checked_spec(tensor, spec, layout_of(spec, mesh), "annotate")
         except AxisError as error:
-            raise with_hidden_mesh(error, mesh) from None
+            raise with_outer_mesh_hint(error, mesh) from None
         _reject_late(tensor, spec_texts(checked, tuple(tensor.shape))[0])
         return mark_spec(tensor, checked)
     kinds: dict[str, str] = {}
@@ -151,7 +151,7 @@ def annotate(
         for axis in _names(axes, argument):
             if mesh is not None and axis not in mesh.axis_names:
                 where = f"annotate(x, {argument}={axes!r}) on {mesh_text(mesh)}"
-                raise with_hidden_mesh(no_axis(axis, mesh.axis_names, where), given_mesh)
+                raise with_outer_mesh_hint(no_axis(axis, mesh.axis_names, where), given_mesh)
             if kinds.setdefault(axis, kind) != kind:
                 raise AxisTypeError(
                     f"annotate cannot give a tensor two types over axis {axis!r}",

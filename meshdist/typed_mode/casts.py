@@ -182,21 +182,21 @@ class Casts:
         self._mesh = mesh
         self._buckets = mesh.caches.of(LeafGroups)
         self._groups: dict[str, ProcessGroup] = {}
-        self._kept: dict[int, dict[str, _KeptCast]] = {}
+        self._cached: dict[int, dict[str, _CachedCast]] = {}
         self._tensors: dict[int, weakref.ref[torch.Tensor] | torch.Tensor] = {}
         self._order: list[LeafSlot] = []
         self._noted: dict[tuple[int, str], LeafSlot] = {}
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """Return the number of tensors with a cast."""
-        return len(self._kept)
+        return len(self._cached)
 
     def cast(self, x: torch.Tensor, missing: str) -> torch.Tensor:
         """Return an alias of ``x`` with kinds ``missing`` ("V:tp"), cached until ``x`` changes."""
-        kept = self._kept.get(id(x))
-        if kept is not None:
-            found = kept.get(missing)
+        cached = self._cached.get(id(x))
+        if cached is not None:
+            found = cached.get(missing)
             if found is not None and found.is_of(x):
                 return found.alias
         group = self._groups.get(missing)
@@ -230,15 +230,15 @@ class Casts:
         )
         for member, alias in zip(living, aliases, strict=True):
             self._keep(member, missing, alias)
-        return self._kept[id(leaf)][missing].alias
+        return self._cached[id(leaf)][missing].alias
 
     def _member(self, slot: LeafSlot) -> torch.Tensor | None:
         """Return the slot's leaf if its bucket must cast it, else None."""
         leaf = slot.leaf()
         if leaf is None or not slot.fits(leaf):
             return None
-        kept = self._kept.get(id(leaf), {}).get(slot.missing)
-        return None if kept is not None and kept.is_of(leaf) else leaf
+        cached = self._cached.get(id(leaf), {}).get(slot.missing)
+        return None if cached is not None and cached.is_of(leaf) else leaf
 
     def _note(self, leaf: torch.Tensor, slot: LeafSlot) -> None:
         """Append the slot of a leaf cast alone to the order of casts, once."""
@@ -252,7 +252,7 @@ class Casts:
         """Return a leaf cast to varying over ``axes`` since the last backward, or None."""
         for key, leaf in self._tensors.items():
             if isinstance(leaf, torch.Tensor):
-                for missing in self._kept[key]:
+                for missing in self._cached[key]:
                     if any(k == "V" and axis in axes for axis, k in kinds_in(missing).items()):
                         return leaf
         return None
@@ -260,30 +260,30 @@ class Casts:
     def _keep(self, x: torch.Tensor, missing: str, alias: torch.Tensor) -> None:
         key = id(x)
         if key not in self._tensors:
-            kept, tensors = self._kept, self._tensors
+            cached, tensors = self._cached, self._tensors
 
             def forget(_: object) -> None:
-                kept.pop(key, None)
+                cached.pop(key, None)
                 tensors.pop(key, None)
 
             tensors[key] = x if x.is_leaf else weakref.ref(x, forget)
-            kept[key] = {}
-        self._kept[key][missing] = _KeptCast(x, alias)
+            cached[key] = {}
+        self._cached[key][missing] = _CachedCast(x, alias)
 
     def forget_leaves(self) -> None:
         for key in [key for key, x in self._tensors.items() if isinstance(x, torch.Tensor)]:
-            del self._tensors[key], self._kept[key]
+            del self._tensors[key], self._cached[key]
 
     def close(self) -> None:
         """Drop all casts; group leaves that were cast alone for the next context."""
         self._buckets.learn(self._order)
         self._order.clear()
         self._noted.clear()
-        self._kept.clear()
+        self._cached.clear()
         self._tensors.clear()
 
 
-class _KeptCast:
+class _CachedCast:
     """A cast, and the tensor's version when it was made."""
 
     __slots__ = ("_was_at", "_was_leaf", "alias")

@@ -48,34 +48,34 @@ def watch(
         return call(*args, **kwargs)
     with HiddenFromModes():
         result = call(*args, **kwargs)
-        row = OPERATIONS[operation.__name__]
-        if row.writes:
+        spec = OPERATIONS[operation.__name__]
+        if spec.writes:
             given = _signature(operation).bind(*args, **kwargs).arguments
-            _mark(mode, row, given)
+            _annotate_outputs(mode, spec, given)
     return result
 
 
 _signature = cache(inspect.signature)
 
 
-def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> None:
+def _annotate_outputs(mode: ContextMode, spec: OperationSpec, given: Mapping[str, Any]) -> None:
     """Type the tensors that a torch collective with arguments ``given`` wrote."""
     group = given.get("group")
-    if row.writes == "p2p_op_list":
+    if spec.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
         written = [each.tensor for each in operations if OPERATIONS[each.op.__name__].writes]
         group = operations[0].group if operations else None
     else:
-        written = tensors_in(given.get(row.writes))
+        written = tensors_in(given.get(spec.writes))
     # In a scatter, only the source has a list; other ranks use the types of their outputs.
-    is_of_source = row.is_plain and row.executor.takes is TensorLayout.AT_ROOT
-    names = (*row.reads, row.writes) if is_of_source else row.reads
+    is_of_source = spec.is_plain and spec.executor.takes is TensorLayout.AT_ROOT
+    names = (*spec.reads, spec.writes) if is_of_source else spec.reads
     read = tensors_in([given.get(name) for name in names])
-    kinds = kinds_over(mode.mesh, resolve_group(group), row.kind)
+    kinds = kinds_over(mode.mesh, resolve_group(group), spec.kind)
     joined = _joined(read)
     for tensor in written:
         if isinstance(tensor, torch.Tensor):
-            before = joined if row.reads else type_of(tensor)
+            before = joined if spec.reads else type_of(tensor)
             set_type(tensor, with_kinds(before, kinds))
 
 
@@ -94,12 +94,12 @@ def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, st
     """Return a result's kinds by axis of ``group``: "V" if the group lacks ranks along the axes."""
     # If the members are not exactly all ranks along some axes, the tensor is not invariant: it
     # varies over each axis along which members differ.
-    places = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
-    inside = [place for place in places if place is not None]
+    coordinates = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
+    inside = [coordinate for coordinate in coordinates if coordinate is not None]
     axes = [
         name
         for axis, name in enumerate(mesh.axis_names)
-        if len({place[axis] for place in inside}) > 1
+        if len({coordinate[axis] for coordinate in inside}) > 1
     ]
     along = mesh.layout.ranks_of_axes(axes, mesh.world.rank) if axes else ()
     kinds = dict.fromkeys(axes, kind if set(group.ranks).issuperset(along) else "V")
@@ -154,12 +154,12 @@ class TypedOperation:
         for axis in self._axes:
             kind = find_result_kind(operation, kinds.get(axis, "I"), to)
             if kind is None:
-                taken = [
+                accepted = [
                     other for other in KINDS if find_result_kind(operation, other, to) is not None
                 ]
-                if not taken:  # The ``to`` is invalid; the collective itself raises.
+                if not accepted:  # The ``to`` is invalid; the collective itself raises.
                     return text
-                raise rejected_operation(operation, x, axis, self._mode.mesh, taken, argument)
+                raise rejected_operation(operation, x, axis, self._mode.mesh, accepted, argument)
             results[axis] = kind
         self._results[text] = with_kinds(text, results)
         return self._results[text]
@@ -222,10 +222,10 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, operation: str) -> tuple[
 
 def _axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
     """Return the axes along which this rank's group is ``ranks``, or None."""
-    wanted = set(ranks)
+    chosen = set(ranks)
     for count in range(mesh.ndim + 1):
         for names in combinations(mesh.axis_names, count):
             along = mesh[names].layout.ranks().ravel().tolist() if names else [mesh.world.rank]
-            if set(along) == wanted:
+            if set(along) == chosen:
                 return names
     return None

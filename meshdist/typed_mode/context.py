@@ -117,8 +117,8 @@ class TypedHook:
         """Run the hook on a typed gradient; raise if it changes the type."""
         mode, x = self.mesh.caches.of(Backwards).running, self._of()
         # torch passes the leaf itself to a post-accumulate hook; the gradient is its `.grad`.
-        is_behind = x is not None and given is x
-        grad: Any = given.grad if is_behind else given
+        is_post_accumulate = x is not None and given is x
+        grad: Any = given.grad if is_post_accumulate else given
         if mode is None or grad is None:
             return self._hook(given)
         expected = gradient_type(self._type if x is None else type_of(x))
@@ -128,7 +128,7 @@ class TypedHook:
         set_type(grad, expected)
         with mode:
             result = self._hook(given)
-        found: Any = given.grad if is_behind else grad if result is None else result
+        found: Any = given.grad if is_post_accumulate else grad if result is None else result
         kinds = {} if found is None else kinds_in(type_of(found))
         for axis, _ in sorted(kinds.items() - kinds_in(expected).items()):
             raise AxisTypeError(
@@ -139,7 +139,7 @@ class TypedHook:
                 found=tensor_text(found),
                 fix=f"make the factors that it uses equal first: lax.pmean(factor, {axis!r})",
             )
-        if not is_behind:  # autograd may pass the same tensor to other nodes.
+        if not is_post_accumulate:  # autograd may pass the same tensor to other nodes.
             grad.__dict__[ANNOTATION] = before
         return result
 
@@ -180,7 +180,9 @@ class ContextMode(TorchFunctionMode):
         # results. At debug level DETAIL it is empty, because each operation must add its leaves to
         # ``leaves``, in the order of their first use, which is the same on all ranks.
         self.is_checked = is_checked()
-        self.settled: dict[str, Any] = {} if self.is_checked else {INVARIANT: type_alone(INVARIANT)}
+        self.known_types: dict[str, Any] = (
+            {} if self.is_checked else {INVARIANT: type_alone(INVARIANT)}
+        )
         self.leaves: dict[int, torch.Tensor] = {}
         # The keys are the operands' types, and the linearity if an operand is unreduced.
         self.joins: dict[Any, JoinedType] = {}
@@ -253,7 +255,7 @@ class ContextMode(TorchFunctionMode):
                 found = made
                 self.joins[(key, linearity) if linearity else key] = found
                 if not linearity and not self.is_checked:
-                    self.settled.update(
+                    self.known_types.update(
                         (text, type_alone(text))
                         for text in texts
                         if "U" not in kinds_in(text).values()
@@ -326,8 +328,8 @@ def find_context(*, is_awake: bool = True) -> ContextMode | None:
         is_awake: False returns the thread's context even if it sees no calls.
     """
     if is_mode_enabled() or not is_awake:
-        for place in range(num_modes() - 1, -1, -1):
-            mode = mode_at(place)
+        for index in range(num_modes() - 1, -1, -1):
+            mode = mode_at(index)
             if isinstance(mode, ContextMode):
                 return None if is_awake and mode.is_asleep else mode
     return None

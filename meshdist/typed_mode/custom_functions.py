@@ -51,15 +51,15 @@ def warn_of_number(name: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
     if not varying:
         return
     frame = program_frame(sys._getframe(1))
-    ways = [f"make it equal first, for example lax.pmean(x, {varying[0]!r}) or lax.pmax", _UNTYPED]
+    fixes = [f"make it equal first, for example lax.pmean(x, {varying[0]!r}) or lax.pmax", _UNTYPED]
     if any(DTYPES[x.dtype].group in ("integers", "unsigned") for x in operands):
-        ways.reverse()  # Integers are often counts that may differ, such as tokens of each expert.
+        fixes.reverse()  # Integers are often counts that may differ, such as tokens of each expert.
     text = explain(
         f"{name} of a value that varies over {shown(varying)} returns a different number on each "
         "rank",
         found=", ".join(map(tensor_text, operands)),
         expected="an invariant value, so that all ranks decide the same by the number",
-        fix="; or ".join(ways),
+        fix="; or ".join(fixes),
     )
     warnings.warn_explicit(
         text,
@@ -86,21 +86,23 @@ def run_on_items(
     if not lists:
         return call(*args, **kwargs)
     length = len(lists[0])
-    places = _written_places(operation.name) if operation.name.endswith("_") else ()
-    written = {id(x) for x in tensors_in([args[place] for place in places if place < len(args)])}
+    written_indices = _written_indices(operation.name) if operation.name.endswith("_") else ()
+    written = {
+        id(x) for x in tensors_in([args[index] for index in written_indices if index < len(args)])
+    }
     read = [x for x in singles if id(x) not in written]
     name = operation.name.removeprefix("_foreach_")
     single = TorchFunction(operation.name, linearity=LINEARITY.get(name, ""))
     texts, swaps = [], {}
-    for place in range(length):
-        operands = [items[place] for items in lists if len(items) == length] + read
+    for index in range(length):
+        operands = [items[index] for items in lists if len(items) == length] + read
         joined = mode.joined(single, operands)
         texts.append(joined.text)
         for x, missing in zip(operands, joined.missing, strict=True):
             if id(x) in written:
                 mode.check_write(single, x, joined.text, operands)
             elif missing and x.requires_grad and torch.is_grad_enabled():
-                swaps[id(x), place] = mode.casts.cast(x, missing)
+                swaps[id(x), index] = mode.casts.cast(x, missing)
     if swaps:
         args = [_swapped(value, swaps, length) for value in args]
         kwargs = {key: _swapped(value, swaps, length) for key, value in kwargs.items()}
@@ -124,20 +126,20 @@ def run_on_items(
 
 
 @cache
-def _written_places(name: str) -> frozenset[int]:
+def _written_indices(name: str) -> frozenset[int]:
     """Return the positions of the arguments that a function writes."""
     packet = getattr(torch.ops.aten, name)
     schema = getattr(packet, packet.overloads()[0])._schema
     return frozenset(
-        place
-        for place, argument in enumerate(schema.arguments)
+        index
+        for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 def _swapped(given: Any, swaps: Mapping[Any, torch.Tensor], length: int) -> Any:
     if isinstance(given, (list, tuple)) and len(given) == length:
-        return [swaps.get((id(item), place), item) for place, item in enumerate(given)]
+        return [swaps.get((id(item), index), item) for index, item in enumerate(given)]
     return given
 
 

@@ -31,9 +31,9 @@ def check_cast(x: torch.Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
         f"an operand of type {tensor_text(x)}, used with varying operands,",
         where=where(mesh),
         expected="equal values, as its type says",
-        fix=lambda far: (
+        fix=lambda differing: (
             "annotate it after you create or load it: "
-            f"md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+            f"md.annotate(x, varying={_differing_axes(mesh, group, differing)})"
         ),
     )
 
@@ -69,23 +69,27 @@ def check_gradient_of(
         f"the gradient of a leaf of type {tensor_text(leaf)}",
         where=where(mesh),
         expected="equal gradients, because the leaf is invariant along these axes",
-        fix=lambda far: (
+        fix=lambda differing: (
             "annotate the data that differ between ranks: "
-            f"md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+            f"md.annotate(x, varying={_differing_axes(mesh, group, differing)})"
         ),
     )
 
 
-def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
-    """Return the axes along which ``far`` ranks differ from the first, as an argument."""
+def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, differing: Collection[int]) -> str:
+    """Return the axes along which ``differing`` ranks differ from the first, as an argument."""
     # If ranks 2 and 3 of (dp=2, tp=2) differ from rank 0, the axis is 'dp', the only axis along
     # which rank 2 differs.
-    first, *others = (mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *far))
-    ways = [
+    first, *others = (
+        mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *differing)
+    )
+    differences = [
         [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
         for other in others
     ]
-    named = {axis for way in ways if len(way) == min(map(len, ways)) for axis in way}
+    named = {
+        axis for axes in differences if len(axes) == min(map(len, differences)) for axis in axes
+    }
     return axes_argument([axis for axis in mesh.axis_names if axis in named])
 
 

@@ -51,7 +51,7 @@ class Kind(Enum):
     """It sets ``.data``."""
 
 
-Place = tuple[int, str]
+Parameter = tuple[int, str]
 """The position and the name of an argument."""
 
 
@@ -70,8 +70,8 @@ class TorchFunction:
     kind: Kind = Kind.ORDINARY
     linearity: str = ""
     adds_numbers: bool = False
-    writes: tuple[Place, ...] = ()
-    ignores: tuple[Place, ...] = ()
+    writes: tuple[Parameter, ...] = ()
+    ignores: tuple[Parameter, ...] = ()
 
 
 _NAMES: dict[Kind, str] = {
@@ -259,11 +259,11 @@ def _is_of_torch(function: Any) -> bool:
     return module is None or module.partition(".")[0] == "torch"
 
 
-def _find_writes(name: str, schema: Any) -> tuple[Place, ...]:
+def _find_writes(name: str, schema: Any) -> tuple[Parameter, ...]:
     if schema is not None:
         return tuple(
-            (place, argument.name)
-            for place, argument in enumerate(schema.arguments)
+            (parameter, argument.name)
+            for parameter, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
     if name in _WRITES:
@@ -281,14 +281,14 @@ OPERATIONS: dict[Any, TorchFunction] = _Operations()
 """The rule of each function that torch hands to a mode."""
 
 
-def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """Return a call's argument at ``place``, or None.
+def argument(parameter: Parameter, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Return a call's argument at ``parameter``, or None.
 
     Example:
         >>> argument((1, "running_mean"), ("x", "mean"), None)
         'mean'
     """
-    position, name = place
+    position, name = parameter
     if position < len(args):
         return args[position]
     return None if kwargs is None else kwargs.get(name)
@@ -320,7 +320,7 @@ def written_tensors(
     """Return the tensors that this call writes, including ``out``."""
     written: list[Any] = []
     if operation.writes and _are_on(_WRITES_IF.get(operation.name, ()), args, kwargs):
-        written = [argument(place, args, kwargs) for place in operation.writes]
+        written = [argument(parameter, args, kwargs) for parameter in operation.writes]
     out = None if kwargs is None else kwargs.get("out")
     written.extend(out if isinstance(out, (tuple, list)) else [out])
     found = {id(x): x for x in written if isinstance(x, torch.Tensor)}
@@ -328,10 +328,10 @@ def written_tensors(
 
 
 def _are_on(
-    switches: Sequence[tuple[Place, Any]], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    switches: Sequence[tuple[Parameter, Any]], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bool:
-    for place, default in switches:
-        value = argument(place, args, kwargs)
+    for parameter, default in switches:
+        value = argument(parameter, args, kwargs)
         if not (default if value is None else value):
             return False
     return True
@@ -341,7 +341,7 @@ def _are_on(
 _DROPOUT = (((1, "p"), 0.5), ((2, "training"), True))
 _ALPHA_DROPOUT = (((1, "p"), 0.5), ((2, "training"), False))
 _RNN = (((5, "dropout"), 0.0), ((6, "training"), False))
-_DRAWS_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyType(
+_DRAWS_IF: MappingProxyType[str, tuple[tuple[Parameter, Any], ...]] = MappingProxyType(
     {
         **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _DROPOUT),
         **dict.fromkeys(("dropout_", "feature_dropout", "feature_dropout_"), _DROPOUT),
@@ -355,7 +355,7 @@ _DRAWS_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyTy
         **dict.fromkeys(("lstm", "gru", "rnn_relu", "rnn_tanh"), _RNN),
     }
 )
-_WRITES_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyType(
+_WRITES_IF: MappingProxyType[str, tuple[tuple[Parameter, Any], ...]] = MappingProxyType(
     {
         **dict.fromkeys(_DROPOUTS, (((3, "inplace"), False),)),
         "rrelu": (((4, "inplace"), False),),

@@ -23,7 +23,7 @@ from ..annotations.axis_types import (
 from ..errors import AxisTypeError
 from .context import Backwards, ContextMode
 from .detail_checks import check_gradient_of, check_loss
-from .function_rules import Place, argument
+from .function_rules import Parameter, argument
 from .provenance import varying_loss
 from .type_errors import foreign_leaf, owned_loss, rejected_loss, tensor_text, where
 
@@ -38,8 +38,8 @@ def gradient_type_of(x: torch.Tensor) -> str:
 def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run ``backward``; raise if the axis type of a loss, or of a gradient, does not allow it."""
     losses = _listed(args[0] if args else kwargs.get("tensors"))
-    place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
-    args, kwargs = _checked_arguments(mode, "backward", losses, place, args, kwargs)
+    parameter = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
+    args, kwargs = _checked_arguments(mode, "backward", losses, parameter, args, kwargs)
     leaf = mode.casts.find_leaf_over(mode.owners) if mode.owners else None
     if leaf is not None:
         raise foreign_leaf(leaf, mode.owners, mode.mesh, "backward")
@@ -54,8 +54,8 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
     """Run ``torch.autograd.grad``; set the results' axis types; raise for an unsupported loss."""
     losses = _listed(argument((0, "outputs"), args, kwargs))
     inputs = _listed(argument((1, "inputs"), args, kwargs))
-    place = (2, "grad_outputs")
-    args, kwargs = _checked_arguments(mode, "autograd.grad", losses, place, args, kwargs)
+    parameter = (2, "grad_outputs")
+    args, kwargs = _checked_arguments(mode, "autograd.grad", losses, parameter, args, kwargs)
     with _running(mode):
         found = call(*args, **kwargs)
     for x, grad in zip(inputs, found, strict=True):
@@ -83,11 +83,16 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _checked_arguments(
-    mode: ContextMode, operation: str, losses: Sequence[Any], place: Place, args: Any, kwargs: Any
+    mode: ContextMode,
+    operation: str,
+    losses: Sequence[Any],
+    parameter: Parameter,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Return (args, kwargs) with cast gradients at ``place``; raise for an unsupported loss."""
-    gradients = _check_losses(mode, operation, losses, argument(place, args, kwargs))
-    position, name = place
+    """Return (args, kwargs) with cast gradients at ``parameter``; raise for an unsupported loss."""
+    gradients = _check_losses(mode, operation, losses, argument(parameter, args, kwargs))
+    position, name = parameter
     if position < len(args):
         return (*args[:position], gradients, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: gradients} if name in kwargs else kwargs
@@ -97,7 +102,7 @@ def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], give
     """Return ``given`` gradients cast to fit the losses; raise for an unsupported axis type."""
     is_listed = isinstance(given, (tuple, list))
     gradients = list(given) if is_listed else [given] * (1 if given is not None else len(losses))
-    for place, loss in enumerate(losses):
+    for index, loss in enumerate(losses):
         if not isinstance(loss, torch.Tensor):
             continue
         text = mode.type_of(loss, operation)
@@ -107,7 +112,7 @@ def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], give
                 raise owned_loss(loss, axis, owner, mode.mesh, operation)
         if mode.is_checked:
             check_loss(loss, mode.mesh)
-        gradient = gradients[place] if place < len(gradients) else None
+        gradient = gradients[index] if index < len(gradients) else None
         if gradient is None:
             wrong = [
                 axis
@@ -120,7 +125,7 @@ def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], give
             if wrong:
                 raise rejected_loss(loss, wrong, mode.mesh, operation)
         else:
-            gradients[place] = _cast_gradient(mode, operation, loss, gradient)
+            gradients[index] = _cast_gradient(mode, operation, loss, gradient)
     mode.stop_notes()
     return gradients if is_listed else given if given is None else gradients[0]
 
@@ -132,11 +137,11 @@ def _cast_gradient(
     loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, operation))
     missing = {}
     for axis in sorted({*loss_kinds, *kinds}):
-        wanted = GRADIENT_KINDS[loss_kinds.get(axis, "I")]
+        expected_kind = GRADIENT_KINDS[loss_kinds.get(axis, "I")]
         kind = kinds.get(axis, "I")
-        if kind == "I" and wanted in "VR":
-            missing[axis] = wanted
-        elif kind != wanted:
+        if kind == "I" and expected_kind in "VR":
+            missing[axis] = expected_kind
+        elif kind != expected_kind:
             expected = gradient_type(type_of(loss))
             raise AxisTypeError(
                 f"{operation} cannot take a gradient whose type does not match its tensor's",

@@ -28,7 +28,7 @@ from ..arguments import mesh_kind_error
 from ..checking.call_sites import is_between
 from ..collectives.torch_private import are_transforms_active
 from ..errors import MeshdistError, MeshError
-from ..mesh.current_mesh import mesh_in_force
+from ..mesh.current_mesh import require_current_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.graph_breaks import untraced
 from .context import (
@@ -108,10 +108,10 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         >>> md.simulate(program, 4)
         [2.5, 2.5, 2.5, 2.5]
     """
-    mesh = _checked(mesh_in_force("typed", naming="typed(mesh)") if mesh is None else mesh)
+    mesh = _checked(require_current_mesh("typed", naming="typed(mesh)") if mesh is None else mesh)
     outer = find_context(is_awake=False)
     if outer is None:
-        is_noting = mesh.caches.of(Notes).are_taken or is_checked()
+        is_noting = mesh.caches.of(Notes).are_recorded or is_checked()
         mode = (_NotingMode if is_noting else _TypedMode)(mesh)
         with mesh, calls_seen(), mode:
             try:
@@ -222,15 +222,15 @@ class _TypedMode(ContextMode):
                     return self._run_mixed_types(operation, func, args, kwargs)
         if text is None:
             return func(*args, **kwargs) if kwargs else func(*args)
-        settled = self.settled.get(text)
-        if settled is None or are_transforms_active():
+        known_types = self.known_types.get(text)
+        if known_types is None or are_transforms_active():
             return self._checked(operation, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) is _Tensor:  # A returned operand already has an equal annotation.
-            result.__dict__.setdefault(ANNOTATION, settled)
+            result.__dict__.setdefault(ANNOTATION, known_types)
         else:
             for x in tensors_in(result):
-                x.__dict__.setdefault(ANNOTATION, settled)
+                x.__dict__.setdefault(ANNOTATION, known_types)
         if operation.writes and args:
             _mark_base(args[0], text)
         return result
@@ -243,13 +243,13 @@ class _TypedMode(ContextMode):
         kwargs: dict[str, Any] | None,
     ) -> Any:
         """Return a call's typed result, without checks if its types are known to join."""
-        places: list[Any] = list(range(len(args)))
+        keys: list[Any] = list(range(len(args)))
         values = [*args, *kwargs.values()] if kwargs else args
         if kwargs:
-            places += kwargs
+            keys += kwargs
         operands = []
         texts = []
-        for place, value in zip(places, values, strict=True):
+        for key, value in zip(keys, values, strict=True):
             value_type = type(value)
             if value_type is _Tensor or value_type is Parameter:
                 its_text = value.__dict__.get(ANNOTATION, EMPTY)[0]
@@ -259,7 +259,7 @@ class _TypedMode(ContextMode):
                     if not value.is_leaf:
                         break
                     its_text = INVARIANT
-                operands.append((place, value))
+                operands.append((key, value))
                 texts.append(its_text)
             elif value_type in _NO_TENSORS:
                 continue
@@ -282,13 +282,13 @@ class _TypedMode(ContextMode):
     ) -> Any:
         if found.is_missing and torch.is_grad_enabled():
             args = list(args)
-            for (place, operand), missing in zip(operands, found.missing, strict=True):
+            for (key, operand), missing in zip(operands, found.missing, strict=True):
                 if missing and operand.requires_grad:
                     cast = self.casts.cast(operand, missing)
-                    if type(place) is int:
-                        args[place] = cast
+                    if type(key) is int:
+                        args[key] = cast
                     else:
-                        kwargs = {**(kwargs or {}), place: cast}
+                        kwargs = {**(kwargs or {}), key: cast}
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) is _Tensor and not any(result is operand for _, operand in operands):
             result.__dict__[ANNOTATION] = found.annotation
@@ -346,9 +346,9 @@ class _TypedMode(ContextMode):
         self, operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[torch.Tensor]:
         """Return the tensors whose values the operation reads, in argument order."""
-        ignored = {place for place, _ in operation.ignores}
+        ignored = {index for index, _ in operation.ignores}
         names = {name for _, name in operation.ignores} | {"out"}
-        read = [value for place, value in enumerate(args) if place not in ignored]
+        read = [value for index, value in enumerate(args) if index not in ignored]
         return tensors_in(read + [value for name, value in kwargs.items() if name not in names])
 
     def _marked(self, result: Any, text: str, operands: Sequence[torch.Tensor]) -> Any:
@@ -438,7 +438,7 @@ class _NotingMode(_TypedMode):
 
     def stop_notes(self) -> None:
         if not self.is_checked:
-            self.mesh.caches.of(Notes).are_taken = False
+            self.mesh.caches.of(Notes).are_recorded = False
             self.__class__ = _TypedMode  # type: ignore[assignment]
 
 
@@ -474,7 +474,9 @@ def _ignores(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bool:
     """Return whether the call ignores a tensor's values, as of ``x`` in ``y.to(x)``."""
-    return any(isinstance(argument(place, args, kwargs), _Tensor) for place in operation.ignores)
+    return any(
+        isinstance(argument(parameter, args, kwargs), _Tensor) for parameter in operation.ignores
+    )
 
 
 def _mark_base(target: Any, text: str) -> None:

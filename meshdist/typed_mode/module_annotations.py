@@ -41,7 +41,7 @@ from ..annotations.tensor_specs import checked_spec, layout_of, read_spec, spec_
 from ..arrays import describe
 from ..error_text import fields_among, with_article
 from ..errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError, ShapeError
-from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.current_mesh import with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from .context import PLAIN_TENSORS
@@ -83,12 +83,12 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
             found=f"{specs!r}, {with_article(type(specs).__name__)}",
             fix='pass for example {"up.weight": "f@tp d", "norm.*": "... {R:tp}"}',
         )
-    places = dict(_places(module))
-    found = {name: specs[pattern] for name, pattern in _patterns_of(list(places), specs).items()}
+    tensors = dict(_tensors_of(module))
+    found = {name: specs[pattern] for name, pattern in _patterns_of(list(tensors), specs).items()}
     noted: dict[str, tuple[str, str]] = {}
     first_names: dict[int, str] = {}
     for name, spec in found.items():
-        tensor = places[name][2]
+        tensor = tensors[name][2]
         noted[name] = spec_texts(_checked(name, tensor, spec, mesh), tuple(tensor.shape))
         first = first_names.setdefault(id(tensor), name)
         if noted[first] != noted[name]:
@@ -99,7 +99,7 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
                 found=f"{first}: {found[first]!r}; {name}: {spec!r}",
                 fix="give both names the same spec, or leave one of them out",
             )
-    for owner, leaf, tensor in places.values():  # Tied tensors have several owners.
+    for owner, leaf, tensor in tensors.values():  # Tied tensors have several owners.
         if (first_name := first_names.get(id(tensor))) is not None:
             set_spec(tensor, *noted[first_name])
             _notes_of(owner)[leaf] = noted[first_name]
@@ -122,7 +122,7 @@ def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
 def restore_annotations(module: M) -> M:
     """Restore missing annotations; return ``module``; raise if shapes changed."""
     lost: list[tuple[torch.Tensor, tuple[str, str]]] = []
-    for name, (owner, leaf, tensor) in _places(module):
+    for name, (owner, leaf, tensor) in _tensors_of(module):
         noted = owner.__dict__.get(NOTED_MARKS, {}).get(leaf)
         if noted is None or find_type(tensor) is not None:
             continue
@@ -139,7 +139,7 @@ def restore_annotations(module: M) -> M:
     return module
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:
     """Yield (full name, (owning module, name there, tensor)) of parameters and buffers."""
     for path, owner in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -202,13 +202,13 @@ def _checked(
     try:
         return checked_spec(tensor, given, layout_of(given, mesh), "annotate")
     except MeshdistError as error:
-        told = with_hidden_mesh(error, mesh) if isinstance(error, AxisError) else error
-        raise _about(told, f"{name}, {describe(tensor)}") from None
+        raised = with_outer_mesh_hint(error, mesh) if isinstance(error, AxisError) else error
+        raise _about(raised, f"{name}, {describe(tensor)}") from None
 
 
 def _about(error: MeshdistError, name: str) -> MeshdistError:
     """Return a copy of ``error`` whose ``where`` begins with ``name``."""
     where = name if error.where is None else f"{name}\n{error.where}"
-    told = type(error)(error.summary, **{**fields_among(vars(error)), "where": where})
-    told.__dict__.update({key: value for key, value in vars(error).items() if key != "where"})
-    return told
+    raised = type(error)(error.summary, **{**fields_among(vars(error)), "where": where})
+    raised.__dict__.update({key: value for key, value in vars(error).items() if key != "where"})
+    return raised

@@ -75,7 +75,7 @@ class _MakingOperation:
 class Notes:
     """The notes of a mesh's contexts."""
 
-    are_taken = True
+    are_recorded = True
     count = 0
 
     def add(self, result: Any, name: str, operands: Any) -> None:
@@ -142,7 +142,7 @@ def varying_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str, *, is_noted: bool
 ) -> AxisTypeError:
     """Return the error of a varying loss, with operations if recorded."""
-    mesh.caches.of(Notes).are_taken = True  # The next context takes notes.
+    mesh.caches.of(Notes).are_recorded = True  # The next context takes notes.
     # If data vary over the axis, the fix is a mean of the loss. If parameters vary, a mean would
     # train another model: a psum is missing after the last varying parameter.
     found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []

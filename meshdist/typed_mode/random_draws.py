@@ -24,7 +24,7 @@ from ..arguments import get_integer, mesh_kind_error
 from ..checking.call_sites import is_between
 from ..error_text import with_article
 from ..errors import AxisError, KindError
-from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
 from ..runtime.generators import seed_notes
@@ -140,11 +140,11 @@ def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None,
         raise mesh_kind_error("md.seed takes a mesh", mesh)
     if not names:
         return None, ()
-    given_mesh, mesh = mesh, mesh or mesh_in_force("md.seed")
+    given_mesh, mesh = mesh, mesh or require_current_mesh("md.seed")
     try:
         mesh.layout.axis_indices(tuple(names))  # Raises for unknown or repeated axes.
     except AxisError as error:
-        raise with_hidden_mesh(error, given_mesh) from None
+        raise with_outer_mesh_hint(error, given_mesh) from None
     coordinate_in(mesh, "md.seed")
     return mesh, tuple(axis for axis in mesh.axis_names if axis in names)
 
@@ -226,16 +226,18 @@ def varying_axes(
     if seeded == layout:
         return axes
     indices = seeded.axis_indices(axes)
-    places = {}
+    indices_of = {}
     for rank in layout.ranks().ravel().tolist():
         coordinate = seeded.coordinate_of(rank)
         if coordinate is None:
             return None
-        places[rank] = tuple(coordinate[index] for index in indices)
+        indices_of[rank] = tuple(coordinate[index] for index in indices)
     return tuple(
         name
         for axis, name in enumerate(layout.axis_sizes)
-        if any(len({places[rank] for rank in group}) > 1 for group in layout.groups_of_axis(axis))
+        if any(
+            len({indices_of[rank] for rank in group}) > 1 for group in layout.groups_of_axis(axis)
+        )
     )
 
 

@@ -39,15 +39,15 @@ def mesh_text(mesh: DeviceMesh) -> str:
 def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
     """Return a text of this rank, of ``axes`` with sizes, and of the program's line."""
     rank, sizes = mesh.world.rank, mesh.axis_sizes
-    place = f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of {mesh_text(mesh)}"
+    rank_text = f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of {mesh_text(mesh)}"
     each = ", ".join(f"{axis!r} (size {sizes.get(axis, '?')})" for axis in axes)
     about = f"; {'axis' if len(axes) == 1 else 'axes'} {each}" if axes else ""
-    return f"{place}{about}; {show_site(call_site())}"
+    return f"{rank_text}{about}; {show_site(call_site())}"
 
 
 def operands_text(operands: Sequence[torch.Tensor]) -> str:
     """Return the operands with their types, a line each."""
-    return "\n".join(f"operand {place}: {tensor_text(x)}" for place, x in enumerate(operands))
+    return "\n".join(f"operand {index}: {tensor_text(x)}" for index, x in enumerate(operands))
 
 
 def rejected_operation(
@@ -55,12 +55,12 @@ def rejected_operation(
     x: torch.Tensor,
     axis: str,
     mesh: DeviceMesh,
-    taken: Sequence[str],
+    accepted: Sequence[str],
     argument: str,
 ) -> AxisTypeError:
-    """Return the error of an operand whose type over ``axis`` is not in ``taken``."""
+    """Return the error of an operand whose type over ``axis`` is not in ``accepted``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
-    words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
+    words = " or ".join(map(KINDS.__getitem__, accepted)) or "no value at all"
     fixes = {
         "I": "if it is computed from weights that are sharded over the axis, annotate them as they "
         f"are sharded: md.annotate(weight, 'f@{axis} d'); if ranks hold different data, annotate "
@@ -84,12 +84,12 @@ def rejected_sharding(
     operation: str,
     x: torch.Tensor,
     axis: str,
-    wanted: str,
+    expected_kind: str,
     mesh: DeviceMesh,
     spec: str,
     name: str = "x",
 ) -> AxisTypeError:
-    """Return the error of a type over ``axis`` that is not ``wanted``, as in ``spec``."""
+    """Return the error of a type over ``axis`` that is not ``expected_kind``, as in ``spec``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     fixes = {
         "V": f"write the axis at the dimension that it shards, as in 'n@{axis}'; or make the value "
@@ -101,12 +101,12 @@ def rejected_sharding(
     }
     return AxisTypeError(
         f"{operation} cannot take a value that is {KINDS[kind]} over {axis!r}: its pattern or spec "
-        f"requires {KINDS[wanted]}",
+        f"requires {KINDS[expected_kind]}",
         where=where(mesh, [axis]),
         expected=f"a value sharded as {spec}",
         found=f"{name}: {tensor_text(x)}",
         fix=fixes[kind]
-        if (kind, wanted) != ("V", "U")
+        if (kind, expected_kind) != ("V", "U")
         else "write the axes of the spec that x carries on the left; if its parts are partial "
         f"sums, cast it first: lax.pcast(x, {axis!r}, to='unreduced')",
     )

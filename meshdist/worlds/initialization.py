@@ -138,7 +138,7 @@ def init_process_group(
     world.chooses_backends = backend is None
     world.find_adopted = find_adopted
     if find_adopted is not None and world.chooses_backends:
-        _tell_adopted_backend(world, default_backends(joined.backends))
+        _log_reused_backend(world, default_backends(joined.backends))
     install_world(world)
     try:
         world_group(world).open_all()
@@ -236,7 +236,7 @@ def end_orphan() -> None:
         _end(world)
 
 
-def _tell_adopted_backend(world: World, usual: dict[str, str]) -> None:
+def _log_reused_backend(world: World, usual: dict[str, str]) -> None:
     """Warn on rank 0 if a reused world lacks shm for the CPU though ``usual`` has it."""
     taken, best = world.backends.get("cpu"), usual.get("cpu")
     if world.rank == 0 and world.size > 1 and world.is_one_host and taken != best == "shm":

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch.distributed as torch_distributed
 from torch.utils.data import get_worker_info
 
-from ..bootstrap.launch_environment import find_place
+from ..bootstrap.launch_environment import find_rank_and_size
 from ..bootstrap.stores import HashStore
-from ..bootstrap.world import find_unjoined_place, find_world, join_by
+from ..bootstrap.world import find_launched_rank, find_world, join_by
 from ..checking.call_sites import call_site, show_site
 from ..errors import WorldError
 from ..runtime.fork_safe_locks import ForkSafeLock
@@ -27,7 +27,9 @@ def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
         end_orphan()
         if find_world() is not None:
             return
-        has_others = torch_distributed.is_initialized() or find_place(os.environ) is not None
+        has_others = (
+            torch_distributed.is_initialized() or find_rank_and_size(os.environ) is not None
+        )
         if is_alone and not has_others:
             init_process_group(timeout=timeout, store=HashStore(), rank=0, world_size=1)
         else:
@@ -40,7 +42,7 @@ def _join_for_operation() -> None:
     with _joining.current:
         # Do not reuse torch's world here: only the program knows whether all of its ranks
         # will reach this collective.
-        if torch_distributed.is_initialized() or find_unjoined_place() is None:
+        if torch_distributed.is_initialized() or find_launched_rank() is None:
             return
         if get_worker_info() is not None:  # it inherits its parent's variables
             raise WorldError(

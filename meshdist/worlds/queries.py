@@ -9,7 +9,7 @@ import torch
 from ..backends.backend_names import Backend, backends_text, default_backends, parse_backends
 from ..backends.registry import find_backend
 from ..bootstrap.launch_environment import read_local_rank
-from ..bootstrap.world import find_unjoined_place, find_world, get_world
+from ..bootstrap.world import find_launched_rank, find_world, get_world
 from ..error_text import first_line
 from ..errors import ArgumentError, WorldError
 from ..groups.process_group import NON_GROUP_MEMBER, GroupLike, resolve_group, world_group
@@ -60,8 +60,8 @@ def get_rank(group: GroupLike = None) -> int:
         GroupClosedError: The group was destroyed.
     """
     if group is None:
-        place = find_unjoined_place()
-        return get_world().rank if place is None else place[0]
+        rank_and_size = find_launched_rank()
+        return get_world().rank if rank_and_size is None else rank_and_size[0]
     if is_outsider(group):
         return -1
     target = resolve_group(group)
@@ -82,8 +82,8 @@ def get_world_size(group: GroupLike = None) -> int:
         NotInitializedError: Nothing is initialized and no launcher started this process.
     """
     if group is None:
-        place = find_unjoined_place()
-        return get_world().size if place is None else place[1]
+        rank_and_size = find_launched_rank()
+        return get_world().size if rank_and_size is None else rank_and_size[1]
     return -1 if is_outsider(group) else resolve_group(group).size()
 
 

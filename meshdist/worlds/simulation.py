@@ -21,7 +21,7 @@ from ..bootstrap.world import World, find_world, world_here
 from ..checking.call_sites import end_here, enter_program
 from ..errors import ArgumentError, KindError, WorldError
 from ..groups.communicators import get_registry
-from ..launching.failed_ranks import places_text
+from ..launching.failed_ranks import stacks_text
 from ..launching.output import show
 from ..runtime.torch_worlds import callers_torch_world, end_torch_world
 
@@ -115,15 +115,15 @@ def simulate(
             _close(world)
             return result
 
-    def show_places() -> None:
-        places = {
+    def show_stacks() -> None:
+        stacks = {
             rank: get_registry(world).where().encode() for rank, world in dict(running).items()
         }
-        show(sys.stderr, places_text(places))
+        show(sys.stderr, stacks_text(stacks))
 
     try:
         with _one_at_a_time(), callers_torch_world(), _one_profiler():
-            return scheduler.run(program_of_rank, show_places)
+            return scheduler.run(program_of_rank, show_stacks)
     except BaseException as error:
         __tracebackhide__ = True
         (end_here if isinstance(error, KeyboardInterrupt) else enter_program)(error)
@@ -163,8 +163,8 @@ def _one_profiler() -> Iterator[None]:
 
     def alone(begin: Callable[..., None]) -> Callable[..., None]:
         def begin_alone(*given: Any, **named: Any) -> None:
-            rank, is_mine = find_rank_here(), torch.autograd._profiler_enabled()
-            if rank is not None and profiler._is_profiler_enabled and not is_mine:
+            rank, is_own = find_rank_here(), torch.autograd._profiler_enabled()
+            if rank is not None and profiler._is_profiler_enabled and not is_own:
                 raise WorldError(
                     f"simulated rank {rank.index} cannot start a profiler because another one runs",
                     expected="one profiler at a time for all simulated ranks, "

@@ -36,9 +36,9 @@ from ..errors import (
     WorldError,
 )
 from ..launching.child_processes import Launch, ProcessExit, open_closed_streams
-from ..launching.failed_ranks import places_text
+from ..launching.failed_ranks import stacks_text
 from ..launching.output import show
-from ..launching.rank_environment import JobPlace, rank_environment, reserve_port
+from ..launching.rank_environment import JobNode, rank_environment, reserve_port
 from ..runtime.deadlines import Deadline
 from .spawn_child import is_loading_main
 
@@ -102,12 +102,12 @@ def spawn(
         launch = stack.enter_context(contextlib.closing(Launch()))
         team = stack.enter_context(contextlib.closing(_Team(launch)))
         reservation = stack.enter_context(contextlib.closing(reserve_port()))
-        place = JobPlace(master_addr=reservation.address, master_port=reservation.port)
+        node = JobNode(master_addr=reservation.address, master_port=reservation.port)
         for rank in range(nprocs):
             listener = reservation.listener if rank == 0 else None
             environment = rank_environment(
                 os.environ,
-                place,
+                node,
                 local_rank=rank,
                 nprocs=nprocs,
                 mark=launch.mark,
@@ -275,7 +275,7 @@ class _Team:
                     self._raise_timeout(timeout)
                 self._step(None if timeout is None else deadline.left_s)
         except KeyboardInterrupt:
-            self._show_places()
+            self._show_stacks()
             raise
         self._collect_followers()
         if self._launch.failed is not None:
@@ -287,15 +287,15 @@ class _Team:
             self._raise_failure(mute, None, summary, "", fix)
         return [self._result(rank) for rank in sorted(self._answers)]
 
-    def _show_places(self) -> None:
+    def _show_stacks(self) -> None:
         """Print the ranks' stacks and interrupt them."""
-        places = self._launch.ask_where()
+        stacks = self._launch.ask_where()
         self._launch.stop(((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0)))
         for rank, answer in self._answers.items():  # a rank without a world has its traceback
             kind, value = answer.find()
             if kind == "failure" and isinstance(value[1], KeyboardInterrupt):
-                places[rank] = places.get(rank) or value[2].encode()
-        show(sys.stderr, places_text(places))
+                stacks[rank] = stacks.get(rank) or value[2].encode()
+        show(sys.stderr, stacks_text(stacks))
 
     def _find_mute(self) -> int | None:
         mute = (rank for rank in self._endings if self._answers[rank].is_missing)
@@ -309,8 +309,8 @@ class _Team:
         """Briefly read further answers and record other exits."""
         grace = Deadline(_FOLLOWERS_S)
         while not grace.is_over:
-            are_whole = all(answer.is_whole for answer in self._answers.values())
-            if not self._launch.running and are_whole:
+            are_complete = all(answer.is_whole for answer in self._answers.values())
+            if not self._launch.running and are_complete:
                 return
             self._step(grace.left_s)
 

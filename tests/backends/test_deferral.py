@@ -41,7 +41,7 @@ def test_callbacks_run_in_order_on_the_thread_that_settles(backend: str, pool: P
             third.get_future().then(note("third"))
         md.barrier()  # simulated ranks complete what they can when they have waited
         told.append("settled")
-        assert deferral.settle() is None
+        assert deferral.finalize() is None
         return told
 
     runs = {
@@ -82,7 +82,7 @@ def test_where_collectives_are_enqueued_callbacks_run_at_once_on_the_thread_that
             told.append(f"behind {name}")
     here = threading.get_ident()
     assert told == [(["first"], here), "behind first", (["second"], here), "behind second"]
-    assert deferral.settle() is None and len(told) == 4
+    assert deferral.finalize() is None and len(told) == 4
 
 
 def test_what_is_waited_for_runs_at_once() -> None:
@@ -95,7 +95,7 @@ def test_what_is_waited_for_runs_at_once() -> None:
             told.append(f"sum {two.then(lambda done: done.value()[0].item()).wait()}")
             both = torch.futures.collect_all([one, started().get_future()])
             told.append(f"together {len(both.wait())}")
-        deferral.settle()
+        deferral.finalize()
         return told
 
     assert md.simulate(program, 2) == [["sum 2.0", "one", "together 2"]] * 2
@@ -110,7 +110,7 @@ def test_collected_futures_are_completed_by_need(pool: Pool) -> None:
             both = torch.futures.collect_all([started().get_future() for _ in range(2)])
             both.then(lambda done: told.append([one.value()[0].item() for one in done.value()]))
         told.append("left")
-        deferral.settle()
+        deferral.finalize()
         return told
 
     assert pool.run(program, 2) == [[3, "left", [2.0, 2.0]]] * 2
@@ -124,7 +124,7 @@ def test_the_first_error_is_told_once_all_have_run() -> None:
             bad = started().get_future().then(lambda done: 1 / 0)
             deferral.add(bad)
             started().get_future().then(lambda done: told.append("ran"))
-        error = deferral.settle()
+        error = deferral.finalize()
         return [*told, type(error).__name__]
 
     assert md.simulate(program, 2) == [["ran", "ZeroDivisionError"]] * 2

@@ -11,7 +11,13 @@ import torch
 import meshdist as md
 import meshdist.backends.backend_names  # registers all backends
 import meshdist.backends.c10d.communicator
-from meshdist.backends.registry import Needs, backend_names, find_backend, get_backend, make_room
+from meshdist.backends.registry import (
+    Needs,
+    backend_names,
+    find_backend,
+    get_backend,
+    reserve_resources,
+)
 from tests.few_files import room_for
 from tests.inner import hosts, mpi_library
 
@@ -115,9 +121,9 @@ def test_default_timeouts_are_torchs() -> None:
 def test_room_is_made_where_it_is_needed_alone() -> None:
     with room_for(4, num_hard=100):
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert make_room({"cpu tensors": Needs(0, 0)}, 4) == ""
+        assert reserve_resources({"cpu tensors": Needs(0, 0)}, 4) == ""
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
-        assert make_room({"cpu tensors": Needs(20, 0)}, 4) == ""
+        assert reserve_resources({"cpu tensors": Needs(20, 0)}, 4) == ""
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > before[0]
 
 
@@ -129,8 +135,8 @@ def test_threads_are_those_of_all_ranks_of_the_host(
     files[0].write_text("100\n")
     files[1].write_text("90\n")
     needs = {"axis 'dp'": Needs(1, 2), "axis 'tp'": Needs(1, 2)}
-    assert make_room(needs, 2) == ""
-    assert make_room(needs, 3) == (
+    assert reserve_resources(needs, 2) == ""
+    assert reserve_resources(needs, 3) == (
         "10 more threads can be started of 12 needed by 3 ranks; the limit is 100 "
         "(axis 'dp': 2, axis 'tp': 2)"
     )

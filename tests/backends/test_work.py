@@ -60,7 +60,7 @@ def work_of(
     x = torch.ones(2)
     timeout = timedelta(seconds=timeout_s)
     names = ("operation", "a group")
-    return Work(hand, timeout, explain, [x], copy_back, *names, is_transfer, _hand_back=hand_back)
+    return Work(hand, timeout, explain, [x], copy_back, *names, is_transfer, _sync_cupy=hand_back)
 
 
 def broken_hand() -> Hand:

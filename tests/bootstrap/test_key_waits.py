@@ -198,6 +198,6 @@ def test_a_key_that_the_server_takes_for_junk_does_not_end_the_watch() -> None:
     with pytest.raises(md.StoreError, match="has closed this process's connection"):
         await_key(handle, "x" * 9000, Deadline(5))
     server.set("key", "value")
-    assert handle.is_served
+    assert handle.is_hosted
     assert await_key(handle, "key", Deadline(5))
     handle.close()

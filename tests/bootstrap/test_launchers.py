@@ -13,7 +13,7 @@ import pytest
 import meshdist as md
 from meshdist.bootstrap.launch_environment import (
     LaunchEnvironment,
-    find_place,
+    find_rank_and_size,
     read_launch_environment,
 )
 from meshdist.bootstrap.schedulers import find_scheduler
@@ -45,7 +45,7 @@ BATCH = {
 }
 
 
-def place_of(found: LaunchEnvironment) -> tuple[str, int, int, int | None]:
+def endpoint_of(found: LaunchEnvironment) -> tuple[str, int, int, int | None]:
     return found.launcher, found.rank, found.size, found.local_rank
 
 
@@ -86,9 +86,14 @@ def test_open_mpi() -> None:
         "OMPI_UNIVERSE_SIZE": "4",
         "PMIX_RANK": "3",
     }
-    assert place_of(read_launch_environment(told)) == ("Open MPI", 3, 4, 1)
+    assert endpoint_of(read_launch_environment(told)) == ("Open MPI", 3, 4, 1)
     # A size that a script exports for others does not hide mpiexec.
-    assert place_of(read_launch_environment({**told, "WORLD_SIZE": "4"})) == ("Open MPI", 3, 4, 1)
+    assert endpoint_of(read_launch_environment({**told, "WORLD_SIZE": "4"})) == (
+        "Open MPI",
+        3,
+        4,
+        1,
+    )
 
 
 def test_mpich() -> None:
@@ -98,7 +103,7 @@ def test_mpich() -> None:
     """
     told = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALNRANKS": "2"}
     found = read_launch_environment({**told, "MPI_LOCALRANKID": "1"})
-    assert place_of(found) == ("Hydra", 1, 2, 1)
+    assert endpoint_of(found) == ("Hydra", 1, 2, 1)
     assert found.is_one_host
 
 
@@ -106,7 +111,7 @@ def test_mvapich() -> None:
     """https://mvapich.cse.ohio-state.edu/static/media/mvapich/mvapich2-userguide.html."""
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     told = dict(zip((f"MV2_COMM_WORLD_{name}" for name in names), "2402", strict=True))
-    assert place_of(read_launch_environment(told)) == ("MVAPICH", 2, 4, 0)
+    assert endpoint_of(read_launch_environment(told)) == ("MVAPICH", 2, 4, 0)
 
 
 def test_flux() -> None:
@@ -124,14 +129,14 @@ def test_flux() -> None:
         "PMI_SPAWNED": "0",
     }
     found = read_launch_environment(told)
-    assert place_of(found) == ("Flux", 1, 4, 1)
+    assert endpoint_of(found) == ("Flux", 1, 4, 1)
     assert (found.is_one_host, found.address, found.job) == (True, None, "\u0192uqhSDB9")
     # On several hosts the user says where rank 0 is.
     there = {"FLUX_JOB_NNODES": "2", "MASTER_ADDR": "tioga7", "MASTER_PORT": "29500"}
     found = read_launch_environment({**told, **there})
     assert (found.is_one_host, found.address, found.port) == (False, "tioga7", 29500)
     # mpiexec in a task of Flux: the task is mpiexec's.
-    assert place_of(read_launch_environment({**told, "PMI_SIZE": "8"}))[:3] == ("Hydra", 1, 8)
+    assert endpoint_of(read_launch_environment({**told, "PMI_SIZE": "8"}))[:3] == ("Hydra", 1, 8)
 
 
 def test_jsrun() -> None:
@@ -145,9 +150,9 @@ def test_jsrun() -> None:
         "PMIX_RANK": "5",
         "PMIX_NAMESPACE": "1",
     }
-    assert place_of(read_launch_environment(told)) == ("jsrun", 5, 8, 1)
+    assert endpoint_of(read_launch_environment(told)) == ("jsrun", 5, 8, 1)
     spectrum = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
-    assert place_of(read_launch_environment({**told, **spectrum})) == ("jsrun", 5, 8, 1)
+    assert endpoint_of(read_launch_environment({**told, **spectrum})) == ("jsrun", 5, 8, 1)
     found = read_launch_environment({**told, **spectrum}, is_mpi_asked=True)
     assert (found.rank, found.size) == (5, 8)
 
@@ -160,7 +165,7 @@ def test_pmix_alone_tells_no_size() -> None:
     assert "started by PMIx" in text
     assert "set WORLD_SIZE to the number of ranks: PMIx tells a process its rank alone" in text
     found = read_launch_environment({**told, "WORLD_SIZE": "4"})
-    assert place_of(found) == ("PMIx", 1, 4, None)
+    assert endpoint_of(found) == ("PMIx", 1, 4, None)
     assert read_launch_environment({**told, "WORLD_SIZE": "4"}, is_mpi_asked=True).rank == 1
 
 
@@ -168,15 +173,15 @@ def test_srun_tells_the_step_s_size() -> None:
     """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES."""
     told = {**STEP, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}
     found = read_launch_environment(told)
-    assert place_of(found) == ("Slurm", 3, 4, 1)
+    assert endpoint_of(found) == ("Slurm", 3, 4, 1)
     assert (found.address, found.is_one_host) == ("gnode10", False)
 
 
 def test_srun_with_ntasks_per_node_alone() -> None:
     """https://slurm.schedmd.com/srun.html#OPT_ntasks-per-node: a number of tasks for each host."""
     told = {**STEP, "SLURM_NTASKS_PER_NODE": "2"}
-    assert place_of(read_launch_environment(told)) == ("Slurm", 3, 4, 1)
-    assert find_place(told) == (3, 4)
+    assert endpoint_of(read_launch_environment(told)) == ("Slurm", 3, 4, 1)
+    assert find_rank_and_size(told) == (3, 4)
     text = error_of({name: told[name] for name in told if name != "SLURM_NTASKS_PER_NODE"})
     assert "SLURM_NTASKS is missing" in text
     assert "started by Slurm" in text
@@ -185,7 +190,7 @@ def test_srun_with_ntasks_per_node_alone() -> None:
 def test_srun_that_starts_mpi_s_ranks() -> None:
     """https://slurm.schedmd.com/mpi_guide.html: --mpi=pmix tells ranks by PMIx, too."""
     told = {**STEP, "SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "3"}
-    assert place_of(read_launch_environment(told)) == ("Slurm", 3, 4, 1)
+    assert endpoint_of(read_launch_environment(told)) == ("Slurm", 3, 4, 1)
 
 
 def test_kubeflow_under_plain_python() -> None:
@@ -198,7 +203,7 @@ def test_kubeflow_under_plain_python() -> None:
         "PET_MASTER_PORT": "29500",
     }
     found = read_launch_environment(told)
-    assert place_of(found) == ("Kubeflow", 1, 2, None)
+    assert endpoint_of(found) == ("Kubeflow", 1, 2, None)
     assert (found.address, found.port) == ("train-node-0-0.train", 29500)
     for several in ("8", "auto"):
         text = error_of({**told, "PET_NPROC_PER_NODE": several})
@@ -219,7 +224,7 @@ def test_a_child_of_lightning() -> None:
         "WORLD_SIZE": "2",
     }
     found = read_launch_environment(told)
-    assert place_of(found) == ("Lightning", 1, 2, 1)
+    assert endpoint_of(found) == ("Lightning", 1, 2, 1)
     assert (found.address, found.port) == ("127.0.0.1", 41233)
     second_host = {**told, "NODE_RANK": "1", "WORLD_SIZE": "4"}
     text = error_of(second_host)
@@ -227,7 +232,7 @@ def test_a_child_of_lightning() -> None:
     assert "started by Lightning" in text
     assert "set LOCAL_WORLD_SIZE to the number of processes on each host, or RANK" in text
     assert read_launch_environment({**second_host, "LOCAL_WORLD_SIZE": "2"}).rank == 3
-    assert place_of(read_launch_environment({**second_host, "RANK": "3"})) == ("env", 3, 4, 1)
+    assert endpoint_of(read_launch_environment({**second_host, "RANK": "3"})) == ("env", 3, 4, 1)
 
 
 # -- no rank ------------------------------------------------------------------------------------
@@ -240,7 +245,7 @@ def test_a_batch_shell_is_no_rank(step: str | None, monkeypatch: pytest.MonkeyPa
     The steps that Slurm numbers itself, of a script and of an interactive shell: slurm.h.
     """
     told = BATCH if step is None else {**BATCH, "SLURM_STEP_ID": step}
-    assert find_place(told) is None
+    assert find_rank_and_size(told) is None
     text = error_of(told)
     assert "RANK, WORLD_SIZE, MASTER_PORT are missing" in text
     assert (
@@ -302,11 +307,11 @@ def test_a_service_s_own_place_is_not_its_workers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = {**STEP, "SLURM_STEP_NUM_TASKS": "4"}
-    assert find_place(step) == (3, 4)
+    assert find_rank_and_size(step) == (3, 4)
     make_engine(name, monkeypatch)
     told = {**step, **ENGINES[name]}
-    assert find_place(told) is None
-    assert find_place({**told, "RANK": "0", "WORLD_SIZE": "2"}) == (0, 2)
+    assert find_rank_and_size(told) is None
+    assert find_rank_and_size({**told, "RANK": "0", "WORLD_SIZE": "2"}) == (0, 2)
 
 
 def test_a_program_of_no_engine() -> None:

@@ -54,7 +54,7 @@ def as_rank(
 def test_every_rank_gets_its_own_number(size: int) -> None:
     found = join_all(md.HashStore(), [as_rank(rank, size) for rank in range(size)])
     assert [one.rank for one in found] == list(range(size))
-    assert {(one.size, one.generation, one.hosts) for one in found} == {(size, 0, (0,) * size)}
+    assert {(one.size, one.round_number, one.hosts) for one in found} == {(size, 0, (0,) * size)}
     assert [(one.local_rank, one.local_size) for one in found] == [(r, size) for r in range(size)]
 
 
@@ -76,7 +76,7 @@ def test_generations_do_not_see_each_others_keys() -> None:
     for generation in range(5):
         calls = [as_rank(None, 2)] * 2 if generation % 2 else [as_rank(0, 2), as_rank(1, 2)]
         first, second = join_all(store, calls)
-        assert first.generation == second.generation == generation
+        assert first.round_number == second.round_number == generation
         assert not first.store.check(["key"])
         first.store.set("key", str(generation))
         assert second.store.get("key") == str(generation).encode()
@@ -108,7 +108,7 @@ def test_a_missing_rank_is_named_by_everyone_who_waits() -> None:
 def test_one_of_those_who_wait_long_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("meshdist.bootstrap.rendezvous_rounds.NOTICE_S", 1.0)
+    monkeypatch.setattr("meshdist.bootstrap.rendezvous_rounds.WARN_AFTER_S", 1.0)
     join_all(md.HashStore(), [as_rank(rank, 5, timedelta(seconds=2)) for rank in (0, 2, 3)])
     assert [record.getMessage() for record in caplog.records] == [
         "meshdist: the ranks have waited for 1 s for ranks 1, 4 to join the world of 5; "
@@ -126,7 +126,7 @@ def test_after_a_failure_the_next_generation_begins() -> None:
     join_all(store, [as_rank(0, 2, SHORT)])
     # Rank 1 comes late: nobody is left in the generation that it has missed.
     found = join_all(store, [as_rank(1, 2), as_rank(0, 2)])
-    assert [one.generation for one in found] == [1, 1]
+    assert [one.round_number for one in found] == [1, 1]
 
 
 def test_a_process_for_which_no_world_stays_open_says_so() -> None:
@@ -235,7 +235,7 @@ def test_the_claim_of_a_dead_process_is_passed_over() -> None:
     store = md.HashStore()
     leave_claim(store, 0, start="1")
     found = join_all(store, [as_rank(0, 2), as_rank(1, 2)])
-    assert [one.generation for one in found] == [1, 1]
+    assert [one.round_number for one in found] == [1, 1]
 
 
 def test_a_dead_process_does_not_complete_a_world() -> None:
@@ -243,7 +243,7 @@ def test_a_dead_process_does_not_complete_a_world() -> None:
     leave_claim(store, 0, start="1")
     # Rank 1 is the last of generation 0, sees that rank 0 is dead, and goes on.
     found = join_all(store, [as_rank(1, 2), as_rank(0, 2)])
-    assert [one.generation for one in found] == [1, 1]
+    assert [one.round_number for one in found] == [1, 1]
 
 
 def test_a_claim_from_another_host_is_believed_unless_a_launcher_vouches() -> None:
@@ -255,7 +255,7 @@ def test_a_claim_from_another_host_is_believed_unless_a_launcher_vouches() -> No
     store = md.HashStore()
     leave_claim(store, 0, host="other", hostname="elsewhere")
     found = join_all(store, [as_rank(0, 2, is_unique=True), as_rank(1, 2, is_unique=True)])
-    assert [one.generation for one in found] == [1, 1]
+    assert [one.round_number for one in found] == [1, 1]
 
 
 def test_a_dead_process_of_another_host_does_not_complete_a_world() -> None:
@@ -317,7 +317,7 @@ def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Rendezvo
             rendezvous_round.process_info = dataclasses.replace(
                 my_process_info(), host=host, hostname=host
             )
-            joined = rendezvous_round.try_generation(0)
+            joined = rendezvous_round.try_round(0)
             assert joined is not None
             return joined
 

@@ -16,7 +16,7 @@ import torch
 
 import meshdist as md
 import meshdist.distributed as dist
-from meshdist.bootstrap.store_cache import keep_store, let_go
+from meshdist.bootstrap.store_cache import keep_store, release_store
 from meshdist.bootstrap.store_liveness import has_clients
 from meshdist.bootstrap.stores import bind_listener, connect_store, serve_store
 from tests.inner import Deadline, wait_until
@@ -38,10 +38,10 @@ def test_stores_are_kept_per_address_until_they_are_let_go() -> None:
     assert keep_store(address, make) is keep_store(address, make)
     assert keep_store(("test", object()), make) is made[1]
     assert len(made) == 2
-    let_go(address)
+    release_store(address)
     assert keep_store(address, make) is made[0]  # a second user is left
-    let_go(address)
-    let_go(address)
+    release_store(address)
+    release_store(address)
     assert keep_store(address, make) is made[2]
 
 
@@ -55,7 +55,7 @@ def test_a_store_without_clients_is_closed_at_once_and_its_port_is_free() -> Non
     assert isinstance(store, md.TCPStore)
     assert not has_clients(store)
     del store
-    let_go("alone")
+    release_store("alone")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 5.0)
     del own
@@ -69,9 +69,9 @@ def test_a_forked_child_has_stores_of_its_own(pool: Pool) -> None:
         child = os.fork()
         if child == 0:
             is_own = keep_store("before the fork", md.HashStore) is not store
-            let_go("before the fork")
+            release_store("before the fork")
             os._exit(0 if is_own else 1)
-        let_go("before the fork")
+        release_store("before the fork")
         return os.waitpid(child, 0)[1]
 
     assert pool.call(program, 1) == [0]

@@ -132,9 +132,9 @@ def test_only_a_store_that_a_process_serves_is_watched() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     watch = StoreLiveness(PrefixStore("deep", PrefixStore("down", server)))
     assert watch.connection is not None
-    assert not watch.has_ended() and watch.is_served()
+    assert not watch.has_ended() and watch.is_hosted()
     watch.close()
-    assert watch.has_ended() or not watch.is_served()
+    assert watch.has_ended() or not watch.is_hosted()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(
         watch, late = StoreLiveness(store), StoreLiveness(store)
         tell_to_end(server)
         assert select.select(ends(watch), [], [], 1.0)[0] == []
-        assert not watch.has_ended() and watch.is_served()
+        assert not watch.has_ended() and watch.is_hosted()
         watch.close()
         assert is_up(store)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -164,7 +164,7 @@ def test_a_server_that_fails_waits_shortly_and_says_that_it_ends(served: Served)
         tell_to_end(server, "fail")
         assert is_up(store)  # the others may still read what it has left for them
         assert select.select(ends(watch), [], [], 20.0)[0] == ends(watch)
-        assert watch.has_ended() or not watch.is_served()
+        assert watch.has_ended() or not watch.is_hosted()
         assert is_up(store)  # a request that comes just then is answered
         watch.close()
         assert server.wait(10) == 1
@@ -208,9 +208,9 @@ def test_strangers_keep_no_server_from_ending(served: Served, junk: bytes) -> No
 def test_a_process_that_is_ending_is_known_by_its_card(served: Served) -> None:
     with served("None") as (server, store):
         watch = StoreLiveness(store)
-        assert not watch.has_ended() and watch.is_served()
+        assert not watch.has_ended() and watch.is_hosted()
         time.sleep(0.02)  # a look is kept so long
         watch.server = dataclasses.replace(my_process_info(), start="1")
-        assert watch.has_ended() or not watch.is_served()
+        assert watch.has_ended() or not watch.is_hosted()
         watch.close()
         server.kill()

@@ -77,7 +77,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         bounded = TimeoutStore(HashStore(), LONG)
     else:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        bounded = TimeoutStore(server, LONG, is_served_here=True)
+        bounded = TimeoutStore(server, LONG, is_hosted_here=True)
     yield PrefixStore("below", bounded)
     bounded.close()
 
@@ -233,7 +233,7 @@ def test_a_server_that_has_ended_is_told_at_once(served: Served) -> None:
         server.wait()
         with pytest.raises(md.StoreError, match="the process that hosts the store has ended"):
             client.check(["a"])
-        assert not client.is_served
+        assert not client.is_hosted
 
 
 def test_a_key_that_a_stranger_has_filled_with_junk_costs_one_request(served: Served) -> None:

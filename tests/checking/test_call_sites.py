@@ -13,9 +13,9 @@ import meshdist
 from meshdist.checking.call_sites import (
     Site,
     call_site,
-    place_text,
     program_frame,
     show_site,
+    site_text,
     stack_above,
 )
 
@@ -65,11 +65,11 @@ def test_the_outermost_frame_stands_for_the_program_where_there_is_none() -> Non
 def test_an_instruction_is_told_by_its_line_and_function() -> None:
     def here() -> str:
         frame = sys._getframe()
-        return place_text(frame.f_code, frame.f_lasti)
+        return site_text(frame.f_code, frame.f_lasti)
 
     line = here.__code__.co_firstlineno + 2
     assert here() == f"{__file__}:{line} in here"
-    assert place_text(here.__code__, 10_000) == f"{__file__}:{line - 2} in here"
+    assert site_text(here.__code__, 10_000) == f"{__file__}:{line - 2} in here"
 
 
 def test_the_stack_leaves_out_what_lies_between() -> None:

@@ -174,7 +174,7 @@ REDUCE = Call("reduce", X, ReduceOp.SUM.value, 0, "a plan")
 )
 def test_headers_differ_where_calls_do(other: dict[str, Any]) -> None:
     different = replace(REDUCE, **other)
-    assert different.header != REDUCE.header
+    assert different.fingerprint_inputs != REDUCE.fingerprint_inputs
     assert different.fingerprint != REDUCE.fingerprint
 
 
@@ -183,19 +183,24 @@ def test_headers_are_equal_where_calls_may_differ() -> None:
     square: Data = (torch.Size([2, 3]), torch.float32)
 
     def uneven(data: Data) -> tuple[int, ...]:
-        return Call("all_to_all", data, is_uneven=True).header
+        return Call("all_to_all", data, is_uneven=True).fingerprint_inputs
 
-    assert Call("all_reduce", flat, 0).header == Call("all_reduce", square, 0).header
+    assert (
+        Call("all_reduce", flat, 0).fingerprint_inputs
+        == Call("all_reduce", square, 0).fingerprint_inputs
+    )
     assert uneven(X) == uneven(flat)
     assert uneven((X, X)) == uneven((flat, X))
-    lists = [Call("all_reduce_coalesced", data, 0).header for data in ((X, Y), (Y, X))]
+    lists = [Call("all_reduce_coalesced", data, 0).fingerprint_inputs for data in ((X, Y), (Y, X))]
     assert lists[0] != lists[1]
 
 
 def test_headers_of_lists_differ_where_any_of_their_tensors_does() -> None:
     wider: Data = (torch.Size([4]), torch.float32)
     lists: list[Data] = [(X,), (X, X), (X, Y), (X, wider), (X, X, X)]
-    assert len({Call("all_reduce_coalesced", data, 0).header for data in lists}) == len(lists)
+    assert len({Call("all_reduce_coalesced", data, 0).fingerprint_inputs for data in lists}) == len(
+        lists
+    )
 
 
 def test_messages_fit_by_dtype_count_and_kind() -> None:

@@ -83,7 +83,7 @@ class Team:
         number = self.reached[member] + 1
         if not uneven and number % CHECK_EVERY:
             return False
-        return self.tables[member].find_behind(number, uneven) is not None
+        return self.tables[member].find_lagging(number, uneven) is not None
 
     def enter(self, member: int, header: int, *more: Any) -> list[int]:
         self.reached[member] += 1
@@ -248,18 +248,18 @@ def test_who_is_behind_is_named_and_no_more_awaited_once_gone() -> None:
     for _ in range(CHECK_EVERY * 4 - 1):
         team.enter(0, 7)
         team.enter(2, 7)
-    assert team.tables[0].find_behind(CHECK_EVERY * 4, False) == 1
+    assert team.tables[0].find_lagging(CHECK_EVERY * 4, False) == 1
     team.gone.add(1)
-    assert team.tables[0].find_behind(CHECK_EVERY * 4, False) is None
+    assert team.tables[0].find_lagging(CHECK_EVERY * 4, False) is None
 
 
 def test_the_dead_are_not_awaited_though_their_words_stay() -> None:
     team = Team(2)
     for number in range(1, 1024):
         team.tables[0].enter(number, 7)
-    assert team.tables[0].find_behind(1024, False) == 1
+    assert team.tables[0].find_lagging(1024, False) == 1
     team.dead.add(1)
-    assert team.tables[0].find_behind(1024, False) is None
+    assert team.tables[0].find_lagging(1024, False) is None
 
 
 def test_words_of_a_group_that_is_gone_differ_from_nothing() -> None:
@@ -298,7 +298,7 @@ def test_a_closed_table_compares_nothing() -> None:
     team.tables[0].close()
     assert team.enter(0, 7) == []
     assert team.tables[0].note(1, 0, 3, is_send=True) is None
-    assert team.tables[0].find_behind(CHECK_EVERY * 4, False) is None
+    assert team.tables[0].find_lagging(CHECK_EVERY * 4, False) is None
 
 
 def test_uneven_words_that_arrive_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

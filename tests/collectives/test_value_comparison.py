@@ -139,7 +139,7 @@ def test_each_tensor_has_its_own_answer() -> None:
         }
         difference = agree(md.group.WORLD, {}, tensors, op_name="test")
         assert difference is not None and not difference.is_rounding
-        assert list(difference.far) == [1, 2]  # of the first line
+        assert list(difference.differing) == [1, 2]  # of the first line
         return difference.found.splitlines()
 
     assert (

@@ -18,7 +18,7 @@ from meshdist.ddp.status_flags import Ending, StatusFlags
 from meshdist.errors import GradientError
 from tests.ddp.stand_in_accelerator import Accelerator, in_place_of_the_cpu
 
-WHOLE, PARTIAL, LACKING = Ending.WHOLE, Ending.PARTIAL, Ending.LACKING
+WHOLE, PARTIAL, LACKING = Ending.COMPLETE, Ending.PARTIAL, Ending.LACKING
 
 
 @pytest.fixture(params=["at once", "deferred"])
@@ -89,16 +89,16 @@ class Backwards:
 @pytest.mark.parametrize(
     "all_ends",
     [
-        (Ending.WHOLE, Ending.WHOLE),
-        (Ending.PARTIAL, Ending.WHOLE),
+        (Ending.COMPLETE, Ending.COMPLETE),
+        (Ending.PARTIAL, Ending.COMPLETE),
         (Ending.INTERRUPTED, Ending.INTERRUPTED),
-        (Ending.WHOLE, Ending.INTERRUPTED),
+        (Ending.COMPLETE, Ending.INTERRUPTED),
         (Ending.UNEXPECTED, Ending.INTERRUPTED),
         (Ending.INTERRUPTED, Ending.LACKING, Ending.INTERRUPTED),
-        (Ending.LACKING, Ending.WHOLE),
+        (Ending.LACKING, Ending.COMPLETE),
         (Ending.ABSENT, Ending.ABSENT),
         (Ending.INTERRUPTED, Ending.ABSENT),
-        (Ending.WHOLE, Ending.ABSENT),
+        (Ending.COMPLETE, Ending.ABSENT),
         (Ending.PARTIAL, Ending.ABSENT),
     ],
 )
@@ -274,7 +274,7 @@ def test_where_all_ranks_had_all_there_is_no_map_to_read() -> None:
 @pytest.mark.parametrize("has", [None, [True, False]])
 def test_where_sums_are_sent_every_number_is_a_part_of_an_average(has: list[bool] | None) -> None:
     status_flags, found = StatusFlags(torch.empty(len(Ending) + 2), 0.25), []
-    for ending in (Ending.WHOLE, Ending.PARTIAL, None):
+    for ending in (Ending.COMPLETE, Ending.PARTIAL, None):
         status_flags.write(ending, has if ending is Ending.PARTIAL else None)
         found.append(status_flags.numbers.tolist())
     flags = [0.0] * (len(Ending) - 1)

@@ -586,16 +586,16 @@ def test_uneven_data_without_a_join_context_between_processes(pool: Pool, then_c
     assert pool.run(uneven, 2, True, then_calls) == ["", ""]
 
 
-def typed_gradient(enter: Callable[[], Any], is_behind: bool = False) -> list[float]:
+def typed_gradient(enter: Callable[[], Any], is_after: bool = False) -> list[float]:
     def program() -> float:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         weight = nn.Parameter(torch.ones(1))
         x = md.annotate(torch.ones(1) + md.get_rank(), varying="dp")
         with md.typed(mesh), enter():
             loss = (weight * x).sum()
-            if not is_behind:
+            if not is_after:
                 loss.backward()
-        if is_behind:
+        if is_after:
             loss.backward()
         return weight.grad.item()
 
@@ -603,7 +603,7 @@ def typed_gradient(enter: Callable[[], Any], is_behind: bool = False) -> list[fl
 
 
 def test_a_backward_behind_a_typed_context_takes_any_loss() -> None:
-    assert typed_gradient(contextlib.nullcontext, is_behind=True) == [3.0] * 2
+    assert typed_gradient(contextlib.nullcontext, is_after=True) == [3.0] * 2
     with pytest.raises(
         md.AxisTypeError, match="backward cannot start from a loss that varies over 'dp'"
     ):

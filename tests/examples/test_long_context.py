@@ -75,14 +75,14 @@ def test_values_and_gradients_of_attention(
 
     def program() -> list[torch.Tensor]:
         with md.init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",)):
-            here = example.places_of(32, num_ranks, md.get_rank(), method)
+            here = example.positions_of(32, num_ranks, md.get_rank(), method)
             mine = [x[..., here, :] for x in (grad, q, k, v)]
             return derived(lambda *x: example.METHODS[method](*x, "cp", is_causal), *mine)
 
     wanted = derived(attended, grad, q, k, v)
     limit = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
     for rank, found in enumerate(md.simulate(program, num_ranks)):
-        here = example.places_of(32, num_ranks, rank, method)
+        here = example.positions_of(32, num_ranks, rank, method)
         for mine, its in zip(found, wanted, strict=True):
             assert mine.dtype == dtype
             torch.testing.assert_close(mine, its[..., here, :], rtol=limit, atol=limit)
@@ -90,7 +90,7 @@ def test_values_and_gradients_of_attention(
 
 def test_every_rank_of_a_ring_has_equal_work(load: Callable[[str], ModuleType]) -> None:
     example = load("long_context")
-    held = [example.places_of(32, 4, rank, "ring") for rank in range(4)]
+    held = [example.positions_of(32, 4, rank, "ring") for rank in range(4)]
     assert torch.cat(held).sort().values.tolist() == list(range(32))
     for me, queries in enumerate(held):
         for source, keys in enumerate(held):

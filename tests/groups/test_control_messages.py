@@ -177,10 +177,10 @@ def test_a_signal_thread_watches_the_store_by_descriptors_of_any_number() -> Non
         thread = ControlThread(
             World(0, 2, server, {}), handle, list, lambda message: None, lambda: None, alone()
         )
-        assert handle.is_served
+        assert handle.is_hosted
         thread.stop()
         handle.close()
-        assert not handle.is_served
+        assert not handle.is_hosted
     finally:
         for number in opened:
             os.close(number)
@@ -246,7 +246,7 @@ def test_a_signal_whose_sender_could_not_ring_is_found_a_little_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control_messages, "SURE_S", 0.5)
-    monkeypatch.setattr(control_messages, "SETTLE_S", 0.0)
+    monkeypatch.setattr(control_messages, "ALARM_DELAY_S", 0.0)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     aborted: list[str] = []
     alarms: list[str] = []

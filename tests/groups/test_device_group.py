@@ -589,7 +589,7 @@ def test_a_member_that_destroys_its_world_leaves_the_others_their_own(pool: Pool
             return ""
         time.sleep(0.3)
         assert (
-            fingerprint_table.find_behind(2048, False) is None
+            fingerprint_table.find_lagging(2048, False) is None
         )  # who has left is awaited by nobody
         error = error_of(lambda: md.all_reduce(ones(5)))
         return type(error).__name__

@@ -23,8 +23,8 @@ from tests.inner import (
     BackendTimeout,
     BackendUnsupported,
     Interrupted,
-    MemberGaveUp,
     MemberLost,
+    MemberStopped,
     MessageMismatch,
     RanksMismatch,
     Recorder,
@@ -154,7 +154,7 @@ def test_a_member_that_left_in_good_order_may_not_be_the_one_that_lacks() -> Non
 
 
 def test_a_member_that_gave_up_is_named_where_it_does_not_say_why() -> None:
-    error, _ = explained(MemberGaveUp("has given up this message", 1))
+    error, _ = explained(MemberStopped("has given up this message", 1))
     assert isinstance(error, md.AbortedError)
     assert error.found == "rank 6 has given up this message"
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.errors import ArgumentError
-from meshdist.groups.peer_status import WAIT_NOTICE_VARIABLE, LatePeers
+from meshdist.groups.peer_status import STALL_WARNING_VARIABLE, LatePeers
 from tests.inner import World
 from tests.pool import Pool
 
@@ -51,7 +51,7 @@ def waits() -> list[str]:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_who_is_late_is_named_once(backend: str, pool: Pool) -> None:
-    found = pool.run(waits, 3, backend=backend, env={WAIT_NOTICE_VARIABLE: "0.3"})
+    found = pool.run(waits, 3, backend=backend, env={STALL_WARNING_VARIABLE: "0.3"})
     told = [line for lines in found for line in lines]
     assert found[2] == []
     assert len(told) == 2
@@ -79,7 +79,7 @@ def gathers() -> list[str]:
 
 
 def test_a_rank_that_is_past_the_call_is_not_late(pool: Pool) -> None:
-    told, _, _ = pool.run(gathers, 3, backend="gloo", env={WAIT_NOTICE_VARIABLE: "0.8"})
+    told, _, _ = pool.run(gathers, 3, backend="gloo", env={STALL_WARNING_VARIABLE: "0.8"})
     (line,) = [line for line in told if "s in call 2 on the world: gather(" in line]
     _, late = line.splitlines()
     assert late.startswith("  rank 2: did not reach this call; last call 1 on the world: barrier()")
@@ -117,7 +117,7 @@ def meant() -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_a_wait_that_is_meant_is_not_told_of(backend: str, pool: Pool) -> None:
-    first, second = pool.run(meant, 2, backend=backend, env={WAIT_NOTICE_VARIABLE: "0.3"})
+    first, second = pool.run(meant, 2, backend=backend, env={STALL_WARNING_VARIABLE: "0.3"})
     assert second == []
     assert [call for call, _ in first] == ["3", "4"]
     assert first[0][1] >= 7
@@ -147,9 +147,9 @@ def test_a_wait_of_no_number_of_seconds() -> None:
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
 def test_a_wrong_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WAIT_NOTICE_VARIABLE, text)
+    monkeypatch.setenv(STALL_WARNING_VARIABLE, text)
     with pytest.raises(
-        md.errors.ArgumentError, match=f"{WAIT_NOTICE_VARIABLE} is {text!r}"
+        md.errors.ArgumentError, match=f"{STALL_WARNING_VARIABLE} is {text!r}"
     ) as caught:
         LatePeers(World(0, 1, HashStore(), {}))
     expected = "a number of seconds, for example 30, or 0 to turn the warning off"

@@ -17,7 +17,7 @@ import pytest
 from meshdist.launching import output
 from meshdist.launching.launcher import run_processes
 from meshdist.launching.output import Output
-from meshdist.launching.rank_environment import JobPlace, LaunchError
+from meshdist.launching.rank_environment import JobNode, LaunchError
 from tests.few_files import room_for
 from tests.inner import MORE_DESCRIPTORS
 
@@ -249,19 +249,19 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
     [
         ({"command": []}, "no command to start", None),
         ({"nprocs": 0}, "cannot start 0 processes", "-n (nprocs)"),
-        ({"place": JobPlace(0)}, "a job cannot run on 0 hosts", "--nnodes"),
+        ({"node": JobNode(0)}, "a job cannot run on 0 hosts", "--nnodes"),
         (
-            {"place": JobPlace(1, 1)},
+            {"node": JobNode(1, 1)},
             "host number 1 does not exist in a job on 1 host(s)",
             NODE_RANK,
         ),
         (
-            {"place": JobPlace(1, -1)},
+            {"node": JobNode(1, -1)},
             "host number -1 does not exist in a job on 1 host(s)",
             NODE_RANK,
         ),
-        ({"place": JobPlace(2)}, "a job on 2 hosts needs the address of host 0", "--master-addr"),
-        ({"place": JobPlace(master_port=65536)}, "65536 is not a port", "--master-port"),
+        ({"node": JobNode(2)}, "a job on 2 hosts needs the address of host 0", "--master-addr"),
+        ({"node": JobNode(master_port=65536)}, "65536 is not a port", "--master-port"),
     ],
 )
 def test_what_cannot_be_started_is_rejected(
@@ -282,7 +282,7 @@ def test_the_launcher_says_where_the_store_can_be_reached(
     nothing = [*PYTHON, ""]
 
     def said(*place: Any) -> str:  # nnodes, node_rank, master_addr, master_port
-        assert run_processes(nothing, 1, place=JobPlace(*place)) == 0
+        assert run_processes(nothing, 1, node=JobNode(*place)) == 0
         return capfd.readouterr().err
 
     assert said() == said(1, 0, "localhost") == ""

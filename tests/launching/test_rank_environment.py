@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from meshdist.launching.rank_environment import (
-    JobPlace,
+    JobNode,
     LaunchError,
     foreign_rank_variables,
     mpiexec_environment,
@@ -26,7 +26,7 @@ def test_every_rank_is_told_its_place(nnodes: int, nprocs: int) -> None:
         for local in range(nprocs):
             env = rank_environment(
                 {"PATH": "/bin"},
-                JobPlace(nnodes, node, "host0", 1234),
+                JobNode(nnodes, node, "host0", 1234),
                 local_rank=local,
                 nprocs=nprocs,
                 mark="abc",
@@ -43,10 +43,10 @@ def test_every_rank_is_told_its_place(nnodes: int, nprocs: int) -> None:
     assert ranks == list(range(nnodes * nprocs))
 
 
-def place_of(base: dict[str, str], listen_fd: int | None = None) -> dict[str, str]:
+def endpoint_of(base: dict[str, str], listen_fd: int | None = None) -> dict[str, str]:
     return rank_environment(
         base,
-        JobPlace(master_addr="127.0.0.1", master_port=1),
+        JobNode(master_addr="127.0.0.1", master_port=1),
         local_rank=0,
         nprocs=2,
         mark="new",
@@ -56,15 +56,15 @@ def place_of(base: dict[str, str], listen_fd: int | None = None) -> dict[str, st
 
 def test_the_users_number_of_threads_and_size_of_pages_are_kept() -> None:
     mine = {"OMP_NUM_THREADS": "7", "THP_MEM_ALLOC_ENABLE": "0"}
-    assert mine.items() <= place_of(mine).items()
+    assert mine.items() <= endpoint_of(mine).items()
     assert mine.items() <= mpiexec_environment(mine).items()
     assert mpiexec_environment({})["THP_MEM_ALLOC_ENABLE"] == "1"
 
 
 def test_a_launch_inside_another_is_told_nothing_of_the_outer_one() -> None:
-    outer = place_of({"TORCHELASTIC_RUN_ID": "x", "ROLE_RANK": "3"}, listen_fd=9)
+    outer = endpoint_of({"TORCHELASTIC_RUN_ID": "x", "ROLE_RANK": "3"}, listen_fd=9)
     assert outer["MESHDIST_LISTEN_FD"] == "9"
-    inner = place_of(outer | {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "5"})
+    inner = endpoint_of(outer | {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "5"})
     assert [name for name in inner if name.startswith("TORCHELASTIC")] == []
     assert (inner["ROLE_NAME"], inner["ROLE_RANK"]) == ("default", inner["RANK"])
     assert inner["GROUP_WORLD_SIZE"] == "1"

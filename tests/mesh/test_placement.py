@@ -13,8 +13,8 @@ from meshdist.mesh.placement import (
     DimSplit,
     Placement,
     balanced_boundaries,
+    index_along,
     index_of,
-    place_along,
     split_dim,
     volume,
 )
@@ -40,21 +40,21 @@ def parts_of(indices: list[int], axis_sizes: tuple[int, ...]) -> list[list[int]]
 def test_a_balanced_split(size: int, axis_sizes: tuple[int, ...]) -> None:
     axes = tuple(range(len(axis_sizes)))
     split = DimSplit(size, axes, axis_sizes)
-    cells = parts_of(list(range(size)), axis_sizes)
-    assert split.num_cells == len(cells)
-    assert split.boundaries == tuple(itertools.accumulate(map(len, cells), initial=0))
+    blocks = parts_of(list(range(size)), axis_sizes)
+    assert split.num_blocks == len(blocks)
+    assert split.boundaries == tuple(itertools.accumulate(map(len, blocks), initial=0))
     assert split.boundary_array.tolist() == list(split.boundaries)
-    assert split.is_even == (len({len(cell) for cell in cells}) == 1)
+    assert split.is_even == (len({len(cell) for cell in blocks}) == 1)
     for cell, at in enumerate(itertools.product(*map(range, axis_sizes))):
-        assert split.cell_at(at) == cell
-        assert list(range(*split.interval(at))) == cells[cell]
+        assert split.block_at(at) == cell
+        assert list(range(*split.interval(at))) == blocks[cell]
 
 
 @given(st.lists(st.integers(0, 6), min_size=6, max_size=6).map(tuple))
 def test_a_split_of_given_sizes(sizes: tuple[int, ...]) -> None:
     split = DimSplit(sum(sizes), (2, 0), (2, 3), sizes)
     balanced = list(map(len, parts_of(list(range(sum(sizes))), (2, 3))))
-    assert (split.cell_sizes is None) == (list(sizes) == balanced)
+    assert (split.block_sizes is None) == (list(sizes) == balanced)
     for cell, (major, minor) in enumerate(itertools.product(range(2), range(3))):
         assert split.interval((minor, 9, major)) == (sum(sizes[:cell]), sum(sizes[: cell + 1]))
     assert split.is_even == (len(set(sizes)) == 1)
@@ -113,7 +113,7 @@ def test_boxes_tile_the_whole(data: st.DataObject) -> None:
         assert volume(box) == math.prod(placement.local_shape(at))
         count[index_of(box)] += 1
         cell = tuple(at[axis] for axis in (*placement.cut_axes, *unreduced))
-        replica = place_along(placement.free_axes, mesh_sizes, at)
+        replica = index_along(placement.free_axes, mesh_sizes, at)
         replicas.setdefault(cell, []).append(replica)
     copies = math.prod(mesh_sizes[axis] for axis in others)
     assert (count == copies).all()

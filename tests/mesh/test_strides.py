@@ -12,7 +12,7 @@ from meshdist.mesh.strides import (
     common_origin,
     displacement,
     is_nested,
-    places_of,
+    positions_of,
     size_of,
     split,
     strided_modes,
@@ -75,7 +75,7 @@ def test_interleaved_strides_are_not_nested():
 @quick
 @given(nested_axes(), st.integers(0, 5))
 def test_strided_modes_is_the_inverse_of_places_of(axes, offset):
-    places = places_of(offset, axes)
+    places = positions_of(offset, axes)
     assert places.shape == tuple(map(size_of, axes))
     assert places.ravel().tolist() == [
         offset + a + b + c for a in visited(axes[0]) for b in visited(axes[1])
@@ -101,7 +101,7 @@ def test_split_reads_the_same_places_in_rows(axes, data):
     major = data.draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
     parts = split(axis, (major, size // major))
     if parts is not None:
-        rows = places_of(0, parts)
+        rows = positions_of(0, parts)
         assert rows.shape == (major, size // major)
         assert rows.ravel().tolist() == visited(axis)
     else:  # then indeed no strides give these rows
@@ -112,14 +112,14 @@ def test_split_reads_the_same_places_in_rows(axes, data):
 @given(nested_axes(), st.integers(0, 40), st.integers(0, 40))
 def test_common_origin_is_where_two_parts_meet(axes, offset, other):
     ours, theirs = axes[:2], axes[2:]
-    a = set(places_of(offset, ours).ravel().tolist())
-    b = set(places_of(other, theirs).ravel().tolist())
+    a = set(positions_of(offset, ours).ravel().tolist())
+    b = set(positions_of(other, theirs).ravel().tolist())
     origin = common_origin(offset, ours, other, theirs)
     if origin is None:
         assert not a & b
         return
     (meeting,) = a & b
-    joint = places_of(origin, [*ours, *theirs])
+    joint = positions_of(origin, [*ours, *theirs])
     assert meeting in joint
     assert a <= set(joint.ravel().tolist())
     assert b <= set(joint.ravel().tolist())

@@ -210,7 +210,7 @@ def dropped_works_are_told() -> str:
     """A Work that is dropped before anything has waited for it is warned of; the collective goes
     on."""
     x = torch.ones(2)
-    program_room.warned_places.clear()  # this process may have warned for another backend
+    program_room.warned_sites.clear()  # this process may have warned for another backend
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         md.all_reduce(x, async_op=True)

@@ -19,9 +19,9 @@ from meshdist.runtime.hosts import (
     host_identity,
     is_alive,
     is_stopped,
-    make_descriptor_room,
     my_process_info,
     process_start,
+    raise_descriptor_limit,
 )
 from tests.few_files import room_for
 from tests.stopping import stop
@@ -48,23 +48,25 @@ def test_what_is_no_card_is_rejected(change: dict[str, object]) -> None:
 def test_files_that_can_still_be_opened() -> None:
     num_open = len(os.listdir("/dev/fd")) - 1
     with room_for(5):
-        assert make_descriptor_room(5) == ""
-        assert make_descriptor_room(6) == (
+        assert raise_descriptor_limit(5) == ""
+        assert raise_descriptor_limit(6) == (
             f"5 more files can be opened of about 6 needed; the limit is {num_open + 5}"
         )
     with room_for(1 - num_open):
-        assert make_descriptor_room(1).startswith("0 more files can be opened of about 1 ")
+        assert raise_descriptor_limit(1).startswith("0 more files can be opened of about 1 ")
 
 
 def test_the_limit_of_files_is_raised_where_it_is_too_low_and_may_be() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd")) - 1
     with room_for(5, num_hard=20):
-        assert make_descriptor_room(5) == ""
+        assert raise_descriptor_limit(5) == ""
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == num_open + 5  # no need to raise it
-        assert make_descriptor_room(15) == ""
+        assert raise_descriptor_limit(15) == ""
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == num_open + 20
-        assert make_descriptor_room(21).startswith("20 more files can be opened of about 21 needed")
+        assert raise_descriptor_limit(21).startswith(
+            "20 more files can be opened of about 21 needed"
+        )
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 

@@ -99,7 +99,7 @@ def test_a_system_without_huge_pages_or_memory(
 def test_a_result_too_large_to_keep_leaves_the_others_alone(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "MOST_KEPT", 10 * MIB)
+    monkeypatch.setattr(memory, "MAX_FREE_BYTES", 10 * MIB)
     for size in (4, 64, 4, 64):
         of_mib(size)
     assert made == [4, 64, 64]
@@ -132,7 +132,7 @@ def test_a_block_far_too_large_is_left_for_others(made: list[int]) -> None:
 
 @needs_huge_pages
 def test_only_so_much_is_kept(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MOST_KEPT", 10 * MIB)
+    monkeypatch.setattr(memory, "MAX_FREE_BYTES", 10 * MIB)
     for _ in range(2):
         some = [of_mib(4) for _ in range(4)]
         some.clear()

@@ -201,7 +201,7 @@ def extends_or_shortens(source: Placement, target: Placement) -> bool:
             for dim in (here, there)
         )
         common = min(len(ours), len(theirs))
-        if ours[:common] != theirs[:common] or here.cell_sizes or there.cell_sizes:
+        if ours[:common] != theirs[:common] or here.block_sizes or there.block_sizes:
             return False
         if here.size < max(math.prod(here.axis_sizes), math.prod(there.axis_sizes)):
             return False

@@ -63,7 +63,7 @@ def run(
             kind = step.name, step.axes
             if any(not isinstance(s, GroupStep) or (s.name, s.axes) != kind for s in theirs):
                 continue
-            assert members.index(rank) == step.place
+            assert members.index(rank) == step.group_rank
             assert step.size == len(members)
             results = together(theirs, [state[m] for m in members])
             for member, other, result in zip(members, theirs, results, strict=True):
@@ -111,11 +111,11 @@ def together(steps: list[Any], arrays: list[Array]) -> list[Array]:
         case "all-gather":
             received = [np.stack(packed)] * len(steps)
         case "reduce-scatter":
-            received = [sum(p[step.place] for p in packed) for step in steps]
+            received = [sum(p[step.group_rank] for p in packed) for step in steps]
         case "all-to-all":
-            received = [np.stack([p[step.place] for p in packed]) for step in steps]
+            received = [np.stack([p[step.group_rank] for p in packed]) for step in steps]
     for array, step in zip(received, steps, strict=True):
-        own = array if step.name in ("all-reduce", "reduce-scatter") else array[step.place]
+        own = array if step.name in ("all-reduce", "reduce-scatter") else array[step.group_rank]
         assert own.shape == step.part
     return [
         (array if step.unpack is None else arranged(array, step.unpack)).reshape(step.shape)
@@ -128,23 +128,23 @@ def exchanged(step: Exchange, steps: list[Exchange], arrays: list[Array]) -> Arr
     times = np.zeros(step.shape, int)
     comes = {}
     for place, box in step.receives:
-        assert place != step.place
+        assert place != step.group_rank
         assert place not in comes
-        (sent,) = [b for at, b in steps[place].sends if at == step.place]
+        (sent,) = [b for at, b in steps[place].sends if at == step.group_rank]
         comes[place] = arrays[place][index_of(sent)]
         times[index_of(box)] += 1
         result[index_of(box)] += comes[place]
     # sends mirror receives: nothing is sent that is not received
     sent_here = [
-        p for p, other in enumerate(steps) if any(at == step.place for at, _ in other.sends)
+        p for p, other in enumerate(steps) if any(at == step.group_rank for at, _ in other.sends)
     ]
     assert sorted(sent_here) == sorted(comes)
-    if step.kept is not None:
-        here, there = step.kept
+    if step.own is not None:
+        here, there = step.own
         times[index_of(there)] += 1
-        result[index_of(there)] += arrays[step.place][index_of(here)]
+        result[index_of(there)] += arrays[step.group_rank][index_of(here)]
     if step.is_summed:
-        own = [] if step.kept is None else [(step.place, step.kept[1])]
+        own = [] if step.own is None else [(step.group_rank, step.own[1])]
         listed = {(place, box) for box, places in step.sums for place in places}
         assert listed == {*step.receives, *own}
     if not step.is_summed:

@@ -55,7 +55,7 @@ def test_padded_results_are_not_covered() -> None:
     (step,) = exchange_steps(change, (1, 0))
     assert step.axes == (1,)
     assert not step.is_covered
-    assert step.kept == (((0, 2),), ((2, 4),))
+    assert step.own == (((0, 2),), ((2, 4),))
     assert step.receives == ((1, ((6, 8),)),)
 
 

@@ -33,7 +33,7 @@ def test_a_price_is_what_all_ranks_lack_together(pair):
 def test_roles_of_axes() -> None:
     source = placed(MESH, (8, 8), (0, 1), ())
     change = change_between(source, placed(MESH, (8, 8), (0,), (1, 2)))
-    assert [(dim.num_common, dim.left, dim.new) for dim in change.dims] == [
+    assert [(dim.num_common, dim.removed, dim.new) for dim in change.dims] == [
         (1, (1,), ()),
         (0, (), (1, 2)),
     ]

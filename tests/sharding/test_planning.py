@@ -37,7 +37,7 @@ def test_specs_and_patterns_give_the_same_steps() -> None:
     assert by_spec.steps == by_text.steps == by_size.steps == by_sharding.steps
     assert by_text is by_size
     assert by_spec.steps[0].name == "all-gather"
-    assert by_spec.steps[0].place == 2
+    assert by_spec.steps[0].group_rank == 2
     assert by_spec.layout is MESH
 
 
@@ -272,6 +272,6 @@ def test_steps_hold_integers_of_python() -> None:
     (step,) = plan.steps
     assert isinstance(step, Exchange)
     numbers = [n for _, box in (*step.sends, *step.receives) for pair in box for n in pair]
-    assert {type(n) for n in (*numbers, *step.shape, step.place)} == {int}
+    assert {type(n) for n in (*numbers, *step.shape, step.group_rank)} == {int}
     (even,) = md.plan("a@tp b -> a b@tp", mesh=MESH, a=12, b=8).steps
     assert even.name == "all-to-all"

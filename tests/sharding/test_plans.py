@@ -279,7 +279,7 @@ def test_sums_are_added_in_group_order() -> None:
     assert step.sums == ((((0, 2),), (1, 3)),)
     (step,) = make_plan(source, placed(mesh, (8,), (0, 1)), (1, 1)).steps
     assert step.sums == ((((0, 2),), (1, 3)),)
-    assert step.kept == (((2, 4),), ((0, 2),))
+    assert step.own == (((2, 4),), ((0, 2),))
 
 
 def test_bytes_peak_and_time_follow_from_the_steps() -> None:

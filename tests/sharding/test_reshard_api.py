@@ -111,7 +111,7 @@ def test_a_call_is_planned_once() -> None:
             md.reshard(torch.ones(2, 4), "s@a d -> s d@a", mesh)
             md.shard(np.ones(4), "s@a", mesh)
             md.unshard(np.ones(4), "s@a", mesh)
-        return len(mesh.caches.kept[Move])
+        return len(mesh.caches.entries[Move])
 
     assert md.simulate(program, 2) == [3, 3]
 

@@ -16,7 +16,7 @@ from meshdist.sharding.routes import (
     default_link,
     find_route,
     num_received_by_all,
-    stage_steps,
+    phase_steps,
 )
 from meshdist.sharding.steps import CollectiveStep
 from tests.sharding.cases import placed
@@ -30,7 +30,7 @@ def test_the_price_of_a_route_is_what_its_steps_receive() -> None:
         if any(axis in source.free_axes for axis in target.unreduced):
             continue  # ranks beyond coordinate 0 of such an axis do nothing
         for stage in find_route(bare(source), bare(target), links):
-            steps = [s for r in coordinates(source.mesh_sizes) for s in stage_steps(stage, r)]
+            steps = [s for r in coordinates(source.mesh_sizes) for s in phase_steps(stage, r)]
             received = sum(step.price.received for step in steps)
             assert received == stage.num_received
 

@@ -108,12 +108,12 @@ def test_a_cast_lives_as_long_as_its_tensor() -> None:
             h = w * 2
             y = (h + mine(mesh, 3)).detach()
             gc.collect()
-            kept = find_context().casts.num_kept
+            kept = find_context().casts.num_cached
             died: list[int] = []
             ref = weakref.ref(h, lambda _: died.append(1))
             del h
             del y
-            return kept, len(died), find_context().casts.num_kept, ref()
+            return kept, len(died), find_context().casts.num_cached, ref()
 
     assert on_line(body) == [(1, 1, 0, None)] * 2
 
@@ -125,12 +125,12 @@ def test_leaves_are_forgotten_when_a_backward_ends() -> None:
         with md.typed(mesh):
             for _ in range(2):
                 loss = lax.psum((w * mine(mesh, 3)).sum(), "dp")
-                kept.append(find_context().casts.num_kept)
+                kept.append(find_context().casts.num_cached)
                 loss.backward()
-                kept.append(find_context().casts.num_kept)
+                kept.append(find_context().casts.num_cached)
             loss = lax.psum((w * mine(mesh, 3)).sum(), "dp")
             torch.autograd.grad(loss, w)
-            kept.append(find_context().casts.num_kept)
+            kept.append(find_context().casts.num_cached)
         return kept, w.grad.tolist()
 
     assert on_line(body) == [([1, 0, 1, 0, 0], [6.0] * 3)] * 2

@@ -569,7 +569,7 @@ def test_args_are_a_tuple(wrong: object) -> None:
 
 
 def test_ranks_take_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "make_descriptor_room", lambda number: f"{number} are too many")
+    monkeypatch.setattr(registry, "raise_descriptor_limit", lambda number: f"{number} are too many")
 
     def program() -> float:
         mesh = md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))

@@ -301,8 +301,8 @@ class C10dCommunicator(Communicator):
             if self.size == 1 or self._mailbox.has_sent(tag):
                 return self._mailbox.recv(tensor, tag)
             # c10d cannot receive an empty tensor from any source; a tensor of one byte works.
-            place = movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
-            work = self._call("recv_anysource", [place], slot)
+            buffer = movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
+            work = self._call("recv_anysource", [buffer], slot)
         else:
             work = self._call("recv", [movable(tensor)], peer, slot)
         return self._transfer(work, prepared)
@@ -376,7 +376,9 @@ class C10dCommunicator(Communicator):
         """Return a fallback that reads the tensor's bits as another dtype, or None."""
         op = prepared.op
         assert op is not None
-        found = None if prepared.way in self.lacking else self.find_substitute(op, dtype)
+        found = (
+            None if prepared.backend_operation in self.lacking else self.find_substitute(op, dtype)
+        )
         return found if found is not None and found.is_view else None
 
     def _all_reduce_otherwise(
@@ -408,9 +410,9 @@ class C10dCommunicator(Communicator):
 
     def options_for(self, kind: Any, prepared: OperationArgs, op: ReduceKind | None = None) -> Any:
         """Return c10d's options of class ``kind``, cached for equal calls."""
-        root = prepared.root if prepared.way in ROOTED_OPERATIONS else None
+        root = prepared.root if prepared.backend_operation in ROOTED_OPERATIONS else None
         timeout = prepared.timeout
-        key = kind, prepared.way, root, op, prepared.waits
+        key = kind, prepared.backend_operation, root, op, prepared.waits
         last_timeout, options = self._options.get(key, _NOT_MADE)
         if last_timeout is not timeout:
             options = self._new_options(kind, prepared)

@@ -48,34 +48,38 @@ _SMALL_BYTES = 1 << 16
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
-class _Carried(NamedTuple):
+class _FastOperation(NamedTuple):
     """The method and options of torch's class for an operation of the native core.
 
     Args:
-        way, method: the communicator's operation and the class's method.
+        backend_operation, method: the communicator's operation and the class's method.
         options: c10d's class of options for the method.
         needs_data: whether some classes reject empty tensors.
         is_substituted: whether missing reductions are composed here.
     """
 
-    way: str
+    backend_operation: str
     method: str
     options: Any
     needs_data: bool = False
     is_substituted: bool = False
 
 
-_CARRIED = {
-    "broadcast": _Carried("broadcast", "broadcast", c10d.BroadcastOptions),
-    "all_gather": _Carried("all_gather", "_allgather_base", c10d.AllgatherOptions, needs_data=True),
-    "all_gather_v": _Carried("all_gather_list", "allgather", c10d.AllgatherOptions),
-    "gather": _Carried("gather", "gather", c10d.GatherOptions),
-    "scatter": _Carried("scatter", "scatter", c10d.ScatterOptions),
-    "all_to_all": _Carried("all_to_all_single", "alltoall_base", c10d.AllToAllOptions),
-    "barrier": _Carried("barrier", "barrier", c10d.BarrierOptions),
-    "all_reduce": _Carried("all_reduce", "allreduce", c10d.AllreduceOptions, is_substituted=True),
-    "reduce": _Carried("reduce", "reduce", c10d.ReduceOptions),
-    "reduce_scatter": _Carried(
+_FAST_OPERATIONS = {
+    "broadcast": _FastOperation("broadcast", "broadcast", c10d.BroadcastOptions),
+    "all_gather": _FastOperation(
+        "all_gather", "_allgather_base", c10d.AllgatherOptions, needs_data=True
+    ),
+    "all_gather_v": _FastOperation("all_gather_list", "allgather", c10d.AllgatherOptions),
+    "gather": _FastOperation("gather", "gather", c10d.GatherOptions),
+    "scatter": _FastOperation("scatter", "scatter", c10d.ScatterOptions),
+    "all_to_all": _FastOperation("all_to_all_single", "alltoall_base", c10d.AllToAllOptions),
+    "barrier": _FastOperation("barrier", "barrier", c10d.BarrierOptions),
+    "all_reduce": _FastOperation(
+        "all_reduce", "allreduce", c10d.AllreduceOptions, is_substituted=True
+    ),
+    "reduce": _FastOperation("reduce", "reduce", c10d.ReduceOptions),
+    "reduce_scatter": _FastOperation(
         "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, needs_data=True
     ),
 }
@@ -96,7 +100,7 @@ class FastPathCommunicator(ComposingCommunicator, Protocol):
     ) -> Any: ...
 
 
-class _CallsAlike(NamedTuple):
+class _EqualCalls(NamedTuple):
     """Fields that are equal in all calls of a shortcut.
 
     Args:
@@ -146,31 +150,37 @@ def _find_shortcut(backend: FastPathCommunicator, like: OperationArgs, *of: Any)
 
     Args:
         like: has their timeout, and whether the caller waits.
-        of: ``_CallsAlike`` fields.
+        of: ``_EqualCalls`` fields.
     """
-    kind = _CallsAlike(*of)
-    row, dtype = _CARRIED[kind.operation], _DTYPES[kind.dtype]
-    call = like.by(row.way, (), (), NUMBERED_OPS.get(kind.op), None if kind.root < 0 else kind.root)
-    if not DTYPES[dtype].is_in_c10d or (kind.is_empty and row.needs_data):
+    kind = _EqualCalls(*of)
+    spec, dtype = _FAST_OPERATIONS[kind.operation], _DTYPES[kind.dtype]
+    call = like.by(
+        spec.backend_operation,
+        (),
+        (),
+        NUMBERED_OPS.get(kind.op),
+        None if kind.root < 0 else kind.root,
+    )
+    if not DTYPES[dtype].is_in_c10d or (kind.is_empty and spec.needs_data):
         return None
     if call.op is not None:
-        shortcut = _find_reduction(backend, call, row, dtype)
+        shortcut = _find_reduction(backend, call, spec, dtype)
         is_gathered = shortcut is not None and shortcut[0] == "_allgather_base"
         return None if kind.is_empty and is_gathered else shortcut
-    options = backend.options_for(row.options, call)
+    options = backend.options_for(spec.options, call)
     if not kind.is_list:
-        return row.method, options, None, ANY_SIZE
+        return spec.method, options, None, ANY_SIZE
     if "all_to_all" in backend.lacking:
-        return row.method, options, _pack, ANY_SIZE
+        return spec.method, options, _pack, ANY_SIZE
     return "alltoall", options, None, ANY_SIZE
 
 
 def _find_reduction(
-    backend: FastPathCommunicator, call: OperationArgs, row: _Carried, dtype: torch.dtype
+    backend: FastPathCommunicator, call: OperationArgs, spec: _FastOperation, dtype: torch.dtype
 ) -> Shortcut | None:
-    op, method, kind, prepare = call.op, row.method, row.options, None
+    op, method, kind, prepare = call.op, spec.method, spec.options, None
     assert op is not None
-    if call.way in backend.lacking:  # the reduce-scatter
+    if call.backend_operation in backend.lacking:  # the reduce-scatter
         options = backend.options_for(c10d.AllToAllOptions, call)
         return "alltoall_base", options, partial(_exchange, backend, op), ANY_SIZE
     substitute = backend.find_substitute(op, dtype)
@@ -178,7 +188,7 @@ def _find_reduction(
         if call.root is not None and backend.spoils_others and call.root != backend.rank:
             prepare = partial(_copy_to_overwrite, backend)
         return method, backend.options_for(kind, call, substitute.op), prepare, ANY_SIZE
-    if not row.is_substituted:
+    if not spec.is_substituted:
         return None
     if substitute is None:
         total = backend.find_substitute(ReduceOp.SUM, dtype)

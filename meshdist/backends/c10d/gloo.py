@@ -47,8 +47,8 @@ from ..requests import (
     MemberLost,
     Request,
     WorkerQueue,
+    as_backend_failure,
     followed,
-    given_up_for,
     reject_to_complete,
 )
 from .communicator import CLOSED, C10dCommunicator, C10dRequest, C10dTransfer
@@ -154,7 +154,7 @@ class GlooCommunicator(C10dCommunicator):
         self._tag_numbers = TagNumbers(store)
         self._spins = spins and hasattr(os, "sched_yield")
         self._has_died = has_died
-        self._left: set[int] = set()  # members that left normally
+        self._exited: set[int] = set()  # members that left normally
         self._process_id = os.getpid()
         self.completing = threading.Lock()
         self._main_thread = threading.main_thread().ident
@@ -270,11 +270,11 @@ class GlooCommunicator(C10dCommunicator):
         if group is CLOSED or self._is_lazy:  # the check would connect
             return None
         for peer in peers:
-            if peer not in self._left and start_expiring(group, peer) is None:
+            if peer not in self._exited and start_expiring(group, peer) is None:
                 if self._has_died(peer):
                     return MemberLost("has ended", peer)
-                self._left.add(peer)
-        if len(self._left) < len(peers):
+                self._exited.add(peer)
+        if len(self._exited) < len(peers):
             return None
         return MemberLost("has left this group, like all other ranks", peers[0])
 
@@ -334,7 +334,7 @@ class GlooCommunicator(C10dCommunicator):
             if prepared.waits:
                 job.finish(timeout)
         except BaseException as error:
-            raise given_up_for(error, job.poll) from None
+            raise as_backend_failure(error, job.poll) from None
         return job
 
     def _request(self, prepared: OperationArgs, work: Any, note: int | None = None) -> Request:
@@ -348,7 +348,7 @@ class GlooCommunicator(C10dCommunicator):
             self.finish_work(work, prepared.timeout)
             return DONE
         except BaseException as error:  # Gloo may still write to the caller's tensors
-            raise given_up_for(error, work.is_completed) from None
+            raise as_backend_failure(error, work.is_completed) from None
 
     def _transfer(self, work: Any, prepared: OperationArgs) -> Request:
         self.dropped.look()
@@ -400,7 +400,7 @@ class GlooTransfer(C10dTransfer):
         if self.communicator.is_closed:
             self._finish_closed()
         elif self.peer is None or self.is_long or self._waited is not None:
-            self._finish_beside(timeout)
+            self._finish_on_thread(timeout)
         else:
             self._finish_here(timeout)
 
@@ -430,7 +430,7 @@ class GlooTransfer(C10dTransfer):
         if not timer.cancel():
             raise BackendTimeout.after(timeout)
 
-    def _finish_beside(self, timeout: timedelta) -> None:
+    def _finish_on_thread(self, timeout: timedelta) -> None:
         # Closing all connections releases neither a receive from any member, which belongs to no
         # connection, nor a message that is partly transferred (torch 2.13). Another thread waits,
         # and this thread checks for the abort.

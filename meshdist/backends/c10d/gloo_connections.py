@@ -131,14 +131,14 @@ def agreed_devices(opening: Opening) -> Devices:
     names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME")
     if not opening.is_one_host and (address := _address_between_hosts(opening)) and not names:
         names = (address,)
-    said = len(names) or 1, named or "not set"
+    stored = len(names) or 1, named or "not set"
     try:
         devices = gloo_devices(names)
     except BackendUnsupported as refusal:
-        said = 0, str(refusal)
+        stored = 0, str(refusal)
         raise
     finally:
-        opening.store.set(f"interfaces/{opening.rank}", json.dumps(said))
+        opening.store.set(f"interfaces/{opening.rank}", json.dumps(stored))
     if named:
         check_interfaces(opening, opening.timeout)
     return devices
@@ -180,10 +180,10 @@ def check_interfaces(opening: Opening, patience: timedelta) -> None:
     keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: opening.store.check(keys), Deadline(patience)):
         return
-    said = read_jsons(opening.store, keys, lambda it: (int(it[0]), str(it[1])))
-    if len({count for count, _ in said}) > 1:
+    of_all = read_jsons(opening.store, keys, lambda it: (int(it[0]), str(it[1])))
+    if len({count for count, _ in of_all}) > 1:
         found = grouped_text(
-            (rank, text) for rank, (_, text) in zip(opening.ranks, said, strict=True)
+            (rank, text) for rank, (_, text) in zip(opening.ranks, of_all, strict=True)
         )
         raise _refusal(f"GLOO_SOCKET_IFNAME lists different numbers of interfaces\n{found}")
 

@@ -208,7 +208,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._device_type = device_type
         self.is_on_cuda = device_type == "cuda"
         self._timeout = timeout
-        self._tells_errors = _tells_errors(process_group)
+        self._reports_errors = _reports_errors(process_group)
         self._process_id = os.getpid()
         self._device: torch.device | None = None
         self._explain: Explain | None = None
@@ -259,7 +259,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
         # XCCL returns a work for each call, and may lack collectives, which Python composes.
-        return super().fast_path(entry, explain, timeout, works) if self._tells_errors else None
+        return super().fast_path(entry, explain, timeout, works) if self._reports_errors else None
 
     def finish_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
         self._check_outcome(work.outcome)
@@ -285,7 +285,7 @@ class EnqueueingCommunicator(C10dCommunicator):
                 return
             if outcome.is_good:
                 self.outcomes.discard(outcome)
-        if self._tells_errors and (failure := self._find_failure(group)) is not None:
+        if self._reports_errors and (failure := self._find_failure(group)) is not None:
             self._fail(failure, self._timeout)
 
     def abort(self) -> None:
@@ -399,8 +399,8 @@ class EnqueueingCommunicator(C10dCommunicator):
     def _is_async(self, prepared: OperationArgs) -> bool:
         # Only c10d bounds calls without a work, with the timeout of the group. A list's collective
         # may be split into several, whose end c10d detects only on its own stream.
-        leaves_none = prepared.waits and self._tells_errors and prepared.timeout == self._timeout
-        return not leaves_none or prepared.way in _OF_LISTS
+        leaves_none = prepared.waits and self._reports_errors and prepared.timeout == self._timeout
+        return not leaves_none or prepared.backend_operation in _OF_LISTS
 
     def _request(self, prepared: OperationArgs, work: Any, note: int | None = None) -> Request:
         if work is None:
@@ -429,7 +429,7 @@ class _PolledResult:
         return int(WorkResult.SUCCESS)
 
 
-def _tells_errors(group: Any) -> bool:
+def _reports_errors(group: Any) -> bool:
     """Return whether c10d's watchdog reports its errors."""
     try:
         group.get_error()

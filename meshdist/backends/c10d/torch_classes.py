@@ -224,13 +224,13 @@ class NcclBackend(XcclBackend):
         return "torch sees no GPU", "run nvidia-smi to check whether the driver sees a GPU"
 
     def _make_group(self, kind: Any, *arguments: Any) -> Any:
-        with _failures_left_to_us():
+        with _failures_handled_here():
             return kind(*arguments)
 
 
 _changing = ForkSafeLock()
 
-_LEFT_TO_US = {
+_HANDLED_HERE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # else c10d has no watchdog, and reports no work's end
     "TORCH_NCCL_DESYNC_DEBUG": "0",
@@ -243,14 +243,14 @@ _LEFT_TO_US = {
 
 
 @contextmanager
-def _failures_left_to_us() -> Iterator[None]:
+def _failures_handled_here() -> Iterator[None]:
     """Keep a ProcessGroupNCCL of the block from ending collectives or the process."""
     # meshdist raises failures in the waiting call. The settings are restored afterwards, so that
     # the program's own torch groups keep their failure handling.
     with _changing.current:
-        before = {name: os.environ.get(name) for name in _LEFT_TO_US}
+        before = {name: os.environ.get(name) for name in _HANDLED_HERE}
         level = torch_distributed.get_debug_level()
-        os.environ.update(_LEFT_TO_US)
+        os.environ.update(_HANDLED_HERE)
         if level == DebugLevel.DETAIL:  # it would enable c10d's failure handling again
             torch_distributed.set_debug_level(DebugLevel.INFO)
         try:

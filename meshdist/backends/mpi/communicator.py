@@ -152,13 +152,15 @@ class MpiCommunicator(Communicator):
             return self.build(prepared)
         plan = find_plan(op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
-        kept, op_and_root = (tensor, data), (self._op(plan), root)
+        keep_alive, op_and_root = (tensor, data), (self._op(plan), root)
         numbers = self._numbers(data)
         if self.rank != root:
-            return self._collective("Ireduce", prepared, kept, None, numbers, None, *op_and_root)
+            return self._collective(
+                "Ireduce", prepared, keep_alive, None, numbers, None, *op_and_root
+            )
         then = None if plan.is_plain else self._copy_back(plan, data, tensor)
         buffers = self._in_place, numbers
-        return self._collective("Ireduce", prepared, kept, then, *buffers, *op_and_root)
+        return self._collective("Ireduce", prepared, keep_alive, then, *buffers, *op_and_root)
 
     def _reduce_scatter(self, prepared: OperationArgs) -> Request:
         return self._reduce_blocks(prepared, prepared.inputs[0], None)
@@ -184,13 +186,15 @@ class MpiCommunicator(Communicator):
             is_ours = plan.is_in_place
             mine = plan.encode(output, self.scratch) if is_ours else data.new_empty(output.numel())
         then = None if plan.is_plain else self._copy_back(plan, mine, output, data)
-        kept = (output, mine, data)
+        keep_alive = (output, mine, data)
         result, op = self._numbers(mine), self._op(plan)
         if sizes is None:
             buffers = self._numbers(data, self.size), result
-            return self._collective("Ireduce_scatter_block", prepared, kept, then, *buffers, op)
+            return self._collective(
+                "Ireduce_scatter_block", prepared, keep_alive, then, *buffers, op
+            )
         buffers = self._numbers(data), result
-        return self._collective("Ireduce_scatter", prepared, kept, then, *buffers, sizes, op)
+        return self._collective("Ireduce_scatter", prepared, keep_alive, then, *buffers, sizes, op)
 
     # -- collectives that move ---------------------------------------------------------------------
 
@@ -281,8 +285,8 @@ class MpiCommunicator(Communicator):
         gives: Sizes,
     ) -> Request:
         cut = self.buffers.cut
-        kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
-        return self._collective("Ialltoallv", prepared, kept, None, *buffers)
+        keep_alive, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
+        return self._collective("Ialltoallv", prepared, keep_alive, None, *buffers)
 
     def _barrier(self, prepared: OperationArgs) -> Request:
         return self._collective("Ibarrier", prepared, None, None)
@@ -300,12 +304,12 @@ class MpiCommunicator(Communicator):
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank or (peer is None and (self.size == 1 or self._mailbox.has_sent(tag))):
             return self._mailbox.recv(tensor, tag)
-        taken = (self._MPI.Status(), tensor.numel() * tensor.itemsize)
+        arguments = (self._MPI.Status(), tensor.numel() * tensor.itemsize)
         if peer is None:
             peer, senders = self._MPI.ANY_SOURCE, self._others
         else:
             senders = [peer]
-        return self._message(self._comm.Irecv, tensor, peer, tag, senders, *taken)
+        return self._message(self._comm.Irecv, tensor, peer, tag, senders, *arguments)
 
     # -- waiting and the end ------------------------------------------------------------------
 
@@ -345,18 +349,18 @@ class MpiCommunicator(Communicator):
         self,
         name: str,
         prepared: OperationArgs,
-        kept: Any,
+        keep_alive: Any,
         then: Callable[[], None] | None,
         *buffers: Any,
     ) -> Request:
         """Start mpi4py's method ``name``; finish it if the caller waits.
 
         Args:
-            kept: tensors to keep alive while it runs.
+            keep_alive: tensors to keep alive while it runs.
             then: copies the result back.
         """
-        if self._is_cuda and kept is not None:
-            _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
+        if self._is_cuda and keep_alive is not None:
+            _synchronize(keep_alive if isinstance(keep_alive, torch.Tensor) else keep_alive[0])
         link = self._link
         if link.is_aborted:
             raise BackendAborted("the communicator was aborted")
@@ -364,7 +368,7 @@ class MpiCommunicator(Communicator):
             native_request = getattr(self._comm, name)(*buffers)
         except self._failing as error:
             raise link.failure(error) from None
-        request = MpiRequest(link, native_request, kept, self._each, then)
+        request = MpiRequest(link, native_request, keep_alive, self._each, then)
         if not prepared.waits:
             return link.start(request)
         link.finish_at_once(request, prepared.timeout)
@@ -377,13 +381,13 @@ class MpiCommunicator(Communicator):
         peer: int,
         tag: int,
         others: list[int],
-        *taken: Any,
+        *arguments: Any,
     ) -> Request:
         """Start a message by mpi4py's Isend or Irecv.
 
         Args:
             others: the possible peers.
-            taken: a receive's MPI status and number of bytes.
+            arguments: a receive's MPI status and number of bytes.
         """
         link = self._link
         if self._is_cuda:
@@ -395,7 +399,7 @@ class MpiCommunicator(Communicator):
             native_request = call(self.buffers.moved(tensor), peer, number)
         except self._failing as error:
             raise link.failure(error) from None
-        return link.start(MpiRequest(link, native_request, tensor, [others], None, *taken))
+        return link.start(MpiRequest(link, native_request, tensor, [others], None, *arguments))
 
     def _tag(self, tag: int, dtype: torch.dtype) -> int:
         """Return MPI's tag for ``dtype`` and a program's ``tag``, or the large tag's number."""
@@ -428,10 +432,10 @@ class StagedMpiCommunicator(MpiCommunicator):
         if not any(x.is_cuda for x in (*inputs, *outputs)):
             return super().start(prepared)
         copies = {id(x): x.cpu() for x in (*inputs, *outputs)}
-        given, taken = ([copies[id(x)] for x in some] for some in (inputs, outputs))
+        given, received = ([copies[id(x)] for x in some] for some in (inputs, outputs))
         of_call = prepared.op, prepared.root, prepared.sizes, prepared.tag
-        host = prepared.by(prepared.way, given, taken, *of_call)
-        return followed(super().start(host), partial(write_all, outputs, taken))
+        host = prepared.by(prepared.backend_operation, given, received, *of_call)
+        return followed(super().start(host), partial(write_all, outputs, received))
 
 
 class MpiBackend(BackendType):

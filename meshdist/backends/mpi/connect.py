@@ -80,11 +80,11 @@ def open_link(opening: Opening) -> MpiConnection:
     mine: dict[str, Any] = {"process_info": my_process_info().to_json()}
     try:
         MPI = _started(opening)
-        place = mine["rank"] = MPI.COMM_WORLD.Get_rank()
+        rank = mine["rank"] = MPI.COMM_WORLD.Get_rank()
         mine["size"] = MPI.COMM_WORLD.Get_size()
         # Two groups with a common member may open concurrently, in two threads: random tags keep
         # them apart.
-        mine["tag"] = hash((place, next(_openings))) % _NUM_TAGS
+        mine["tag"] = hash((rank, next(_openings))) % _NUM_TAGS
     except BackendError as error:
         fields = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
         mine["problem"] = {"summary": error.summary, **fields}
@@ -156,14 +156,14 @@ def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
     for member in members:
         if "problem" in member:
             raise BackendError(**member["problem"])
-    places, sizes = {member["rank"] for member in members}, {member["size"] for member in members}
-    are_in_one = len(sizes) == 1 and all(0 <= place < min(sizes) for place in places)
-    if len(places) < len(members) or not are_in_one:
+    ranks, sizes = {member["rank"] for member in members}, {member["size"] for member in members}
+    are_in_one = len(sizes) == 1 and all(0 <= rank < min(sizes) for rank in ranks)
+    if len(ranks) < len(members) or not are_in_one:
         raise BackendError(
             "the ranks of this group do not belong to one MPI world",
             where=f"rank {opening.ranks[opening.rank]}, {opening.name}",
             expected="processes started by one mpiexec",
-            found=f"{len(members)} processes, with {len(places)} different MPI rank(s), "
+            found=f"{len(members)} processes, with {len(ranks)} different MPI rank(s), "
             f"in MPI worlds of {', '.join(map(str, sorted(sizes)))} rank(s)",
             fix="start the program with `mpiexec -n 4 python script.py` or "
             "`meshdist run --launcher mpi -n 4 script.py`",

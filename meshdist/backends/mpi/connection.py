@@ -30,7 +30,7 @@ from ..requests import (
     MemberLost,
     MessageMismatch,
     Request,
-    given_up_for,
+    as_backend_failure,
 )
 
 # If each rank of the host has a core to itself, spinning delays no other rank; to yield would leave
@@ -51,7 +51,7 @@ class MpiRequest(Request):
 
     link: MpiConnection
     request: Any
-    kept: Any
+    keep_alive: Any
     awaited: Sequence[list[int]]
     """Sets of members: if all members of one set have left, the wait ends."""
     then: Callable[[], None] | None = None
@@ -70,7 +70,7 @@ class MpiRequest(Request):
         link.forget(self)
         if is_receive:
             link.check_size(self.status.Get_elements(link.MPI.BYTE), self.num_bytes)
-        then, self.then, self.kept = self.then, None, None
+        then, self.then, self.keep_alive = self.then, None, None
         if then is not None:
             then()
 
@@ -159,7 +159,7 @@ class MpiConnection:
         except (
             BaseException
         ) as error:  # MPI cannot cancel a collective, and may still write to its tensors
-            raise given_up_for(error, self.start(request).test_quietly) from None
+            raise as_backend_failure(error, self.start(request).test_quietly) from None
 
     def forget(self, request: MpiRequest) -> None:
         """Drop the reference to a request that is over."""
@@ -184,7 +184,7 @@ class MpiConnection:
         if self.is_forked:  # it has no part in the group
             return
         with suppress(RuntimeError):  # the store is lost, as the others will see
-            self.opening.store.set(left_key(self.opening.rank), "")
+            self.opening.store.set(exit_key(self.opening.rank), "")
 
     def close(self) -> None:
         """Free MPI's communicator, or keep it to the end if calls are in flight."""
@@ -243,17 +243,17 @@ class MpiConnection:
             self.opening.look()
         lost, text = self.find_dead(), "has ended"
         if not lost and queries:
-            lost, text = self._find_left(request.awaited), "has closed this group or exits"
+            lost, text = self._find_exited(request.awaited), "has closed this group or exits"
         # Its last message may still be in transit.
         limit = Deadline(_LOOK_S)
         if lost and not wait_until(request.test, limit, longest_pause_s=_LATE_PAUSE_S):
             raise MemberLost(text, lost[0])
 
-    def _find_left(self, awaited: Sequence[list[int]]) -> list[int]:
+    def _find_exited(self, awaited: Sequence[list[int]]) -> list[int]:
         """Return the first set of members that have all left, else []."""
         with suppress(RuntimeError):  # the store is lost
             check = self.opening.store.check
-            return next((some for some in awaited if check([left_key(k) for k in some])), [])
+            return next((some for some in awaited if check([exit_key(k) for k in some])), [])
         return []
 
 
@@ -270,7 +270,7 @@ def _all_links() -> tuple[MpiConnection, ...]:
         return ()
 
 
-def left_key(member: int) -> str:
+def exit_key(member: int) -> str:
     """Return the store key that a leaving member sets."""
     return f"left/{member}"
 

@@ -124,9 +124,9 @@ class _Member:
                         "left", f"rank {rank} disconnected while setting up shared memory"
                     )
                 with _as_trouble(self.ranks[0], "a member"):
-                    came = listener.look(socket_)
-                if came is not None:
-                    member, connection, pidfd = came
+                    accepted = listener.look(socket_)
+                if accepted is not None:
+                    member, connection, pidfd = accepted
                     self.stack.enter_context(connection)
                     held.append(pidfd)
                     pidfds[member], connections[connection] = pidfd, member
@@ -144,10 +144,10 @@ class _Member:
 
     def _await_confirmations(self, connections: Mapping[socket.socket, int]) -> None:
         """Wait until every other member has confirmed the mapping."""
-        left = dict(connections)
-        while left:
-            for socket_ in self._ready(left, set(left.values())):
-                with _as_trouble(self.ranks[0], f"rank {self.ranks[left.pop(socket_)]}"):
+        waiting = dict(connections)
+        while waiting:
+            for socket_ in self._ready(waiting, set(waiting.values())):
+                with _as_trouble(self.ranks[0], f"rank {self.ranks[waiting.pop(socket_)]}"):
                     receive(socket_, self.deadline)
 
     def follow(self) -> None:

@@ -41,8 +41,8 @@ from ..requests import (
     BackendUnsupported,
     Done,
     Interrupted,
-    MemberGaveUp,
     MemberLost,
+    MemberStopped,
     RanksMismatch,
     Request,
 )
@@ -69,7 +69,7 @@ Places = Sequence[tuple[int, int]]
 class ShmCommunicator(Communicator):
     """Communicator over the native communicator ``core``."""
 
-    ways: ClassVar[Mapping[str, str]] = dict.fromkeys(BACKEND_OPERATIONS, "start")
+    implementations: ClassVar[Mapping[str, str]] = dict.fromkeys(BACKEND_OPERATIONS, "start")
     averages_at_once = True
 
     def __init__(self, opening: Opening, core: Any) -> None:
@@ -98,10 +98,17 @@ class ShmCommunicator(Communicator):
         return op is None or all((tensor.dtype, op.value) in REDUCTION_CODES for tensor in tensors)
 
     def start(self, prepared: OperationArgs) -> Request:
-        way, op, inputs, outputs = prepared.way, prepared.op, prepared.inputs, prepared.outputs
-        if way not in _CORE_OPERATIONS:
-            return self.build(prepared) if way in COMPOSED else self._message(prepared)
-        operation, takes, gives = _CORE_OPERATIONS[way]
+        backend_operation, op, inputs, outputs = (
+            prepared.backend_operation,
+            prepared.op,
+            prepared.inputs,
+            prepared.outputs,
+        )
+        if backend_operation not in _CORE_OPERATIONS:
+            return (
+                self.build(prepared) if backend_operation in COMPOSED else self._message(prepared)
+            )
+        operation, takes, gives = _CORE_OPERATIONS[backend_operation]
         tensors = outputs or inputs
         codes: tuple[int, int] | None = (0, 0)
         scale = 1  # what an element counts in the core
@@ -116,7 +123,7 @@ class ShmCommunicator(Communicator):
             else:
                 codes, scale = _BYTES, dtype.itemsize
         if codes is None:
-            return COMPOSED.get(way, all_reduce_by_gathering)(self, prepared)
+            return COMPOSED.get(backend_operation, all_reduce_by_gathering)(self, prepared)
         layouts: Sequence[Layout] = ()
         if takes is _IN_PLACE:
             out, count, outs = _placed(gives, outputs, (), scale)
@@ -124,8 +131,8 @@ class ShmCommunicator(Communicator):
             if not all(map(torch.Tensor.is_contiguous, outputs)):  # in row-major order
                 layouts = list(map(_layout, outputs))
         else:
-            sent, taken = prepared.sizes or ((), ())
-            out, num_out, outs = _placed(gives, outputs, taken, scale)
+            sent, received = prepared.sizes or ((), ())
+            out, num_out, outs = _placed(gives, outputs, received, scale)
             data, num_in, ins = _placed(takes, inputs, sent, scale)
             count = min(num_out, num_in) if num_in and num_out else num_in or num_out
         fingerprint = 0
@@ -248,17 +255,17 @@ def _make_segment(size: int, is_crowded: bool) -> int:
         is_crowded: whether ranks outnumber the host's cores: then waits do not spin.
     """
     slot, ring = next((s, r) for most, s, r in _MEMORY if most is None or size <= most)
-    _check_room(_core.segment_bytes(size, slot, ring))
+    _check_free_memory(_core.segment_bytes(size, slot, ring))
     return int(_core.create_segment(size, slot, ring, is_crowded))
 
 
 def _make_memory(num_bytes: int) -> int:
     """Create shared memory of ``num_bytes``; return its file descriptor."""
-    _check_room(num_bytes)
+    _check_free_memory(num_bytes)
     return int(_core.create_memory(num_bytes))
 
 
-def _check_room(num_bytes: int) -> None:
+def _check_free_memory(num_bytes: int) -> None:
     """Raise MemoryError if the system has fewer than ``num_bytes`` free."""
     free = free_bytes()
     if num_bytes > free:
@@ -309,13 +316,18 @@ def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, int]]]:
 def _core_operations() -> dict[str, tuple[int, TensorLayout, TensorLayout]]:
     """Return each operation's number in the core and its tensor layouts."""
     found = {}
-    for way, operation in BACKEND_OPERATIONS.items():
-        name, forms = way.removesuffix("_single"), [operation.takes, operation.gives]
-        if TensorLayout.EACH in forms:  # sizes may vary, as the core says
-            name = way.replace("_list", "_v")
-            forms = [TensorLayout.EACH if form is TensorLayout.ONE else form for form in forms]
+    for backend_operation, operation in BACKEND_OPERATIONS.items():
+        name, layouts = (
+            backend_operation.removesuffix("_single"),
+            [operation.takes, operation.gives],
+        )
+        if TensorLayout.EACH in layouts:  # sizes may vary, as the core says
+            name = backend_operation.replace("_list", "_v")
+            layouts = [
+                TensorLayout.EACH if layout is TensorLayout.ONE else layout for layout in layouts
+            ]
         if _core is not None and name in _core.OPERATIONS:
-            found[way] = (_core.OPERATIONS[name], *forms)
+            found[backend_operation] = (_core.OPERATIONS[name], *layouts)
     return found
 
 
@@ -332,7 +344,7 @@ _NOWHERE: tuple[int, int, Places] = (0, 0, ())
 
 
 def _placed(
-    form: TensorLayout, tensors: Tensors, sizes: Sizes, scale: int
+    layout: TensorLayout, tensors: Tensors, sizes: Sizes, scale: int
 ) -> tuple[int, int, Places]:
     """Return ``(address, count, ())`` of a tensor, ``(0, 0, [(address, count), ...])`` of several.
 
@@ -340,15 +352,15 @@ def _placed(
         sizes: the elements of each part, if a tensor is sent in parts.
         scale: the core's elements per element: 1, or its bytes.
     """
-    if form is _ONE:
+    if layout is _ONE:
         tensor = tensors[0]
         return tensor.data_ptr(), tensor.numel() * scale, ()
-    if form is _NONE:
+    if layout is _NONE:
         return _NOWHERE
-    if form is _PARTS:
+    if layout is _PARTS:
         start, item = tensors[0].data_ptr(), tensors[0].itemsize
-        places = zip(accumulate(sizes, initial=0), sizes, strict=False)
-        return 0, 0, [(start + before * item, size * scale) for before, size in places]
+        spans = zip(accumulate(sizes, initial=0), sizes, strict=False)
+        return 0, 0, [(start + before * item, size * scale) for before, size in spans]
     return 0, 0, [(tensor.data_ptr(), tensor.numel() * scale) for tensor in tensors]
 
 
@@ -394,10 +406,10 @@ def failure_of(
     if cause == known["CLOSED"]:
         return BackendFailure("the communicator was closed")
     if cause == known["INTERRUPTED"] and failure.culprit >= 0:
-        return MemberGaveUp("has stopped waiting in this call", failure.culprit)
+        return MemberStopped("has stopped waiting in this call", failure.culprit)
     if cause == known["CANCELLED"] and message is not None:
         peer = message[1] if message[1] >= 0 else failure.source
-        return MemberGaveUp("has cancelled this message", peer)
+        return MemberStopped("has cancelled this message", peer)
     return BackendAborted(text or "the communicator was aborted")
 
 

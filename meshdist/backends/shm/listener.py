@@ -86,8 +86,8 @@ def receive_part(
 ) -> tuple[bytes, list[int], bool]:
     """Receive a message with ``most_files`` at most; return bytes, files, and completeness."""
     # socket.recv_fds would let child programs inherit the descriptors.
-    room = socket.CMSG_SPACE(most_files * _FILE_BYTES)
-    data, more, flags, _ = connection.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    ancillary_bytes = socket.CMSG_SPACE(most_files * _FILE_BYTES)
+    data, more, flags, _ = connection.recvmsg(num_bytes, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
     files = array.array("i")
     for _, kind, part in more:
         if kind == socket.SCM_RIGHTS:
@@ -163,16 +163,16 @@ class Listener:
             data, files, is_whole = receive_part(connection, _GREETING.size, 1)
         except OSError:
             data, files, is_whole = b"", [], True
-        secret, place = _GREETING.unpack(data.ljust(_GREETING.size, b"\0"))
-        is_member = hmac.compare_digest(secret, self._secret) and place in self.awaited
+        secret, member = _GREETING.unpack(data.ljust(_GREETING.size, b"\0"))
+        is_member = hmac.compare_digest(secret, self._secret) and member in self.awaited
         if not is_member or not is_whole or len(files) != 1:
             close_all(files)
             connection.close()
             if is_member and not is_whole:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return None
-        self.awaited.remove(place)
-        return place, connection, files[0]
+        self.awaited.remove(member)
+        return member, connection, files[0]
 
     def _accept(self) -> None:
         if len(self._silent) >= _MOST_SILENT:
@@ -198,12 +198,12 @@ class Listener:
 
 
 def enter(
-    connection: socket.socket, address: str, place: int, pidfd: int, deadline: Deadline
+    connection: socket.socket, address: str, member: int, pidfd: int, deadline: Deadline
 ) -> bool:
-    """Send ``place`` and ``pidfd`` to the listener; return False if it is another user's."""
+    """Send ``member`` and ``pidfd`` to the listener; return False if it is another user's."""
     try:
         name, secret = address.split()
-        greeting = _GREETING.pack(bytes.fromhex(secret), place)
+        greeting = _GREETING.pack(bytes.fromhex(secret), member)
     except ValueError:
         raise OSError(f"the store holds {address[:80]!r} instead of the socket's address") from None
     if not wait_until(partial(_try_to_connect, connection, name), deadline):

@@ -35,7 +35,10 @@ class SimulatedCommunicator(Communicator):
     # immediately, because it copies the message: programs that are correct with eager sends do not
     # deadlock here, and messages of one sender under one tag arrive in order.
 
-    ways = dict.fromkeys(BACKEND_OPERATIONS, "_collective") | {"send": "_send", "recv": "_recv"}
+    implementations = dict.fromkeys(BACKEND_OPERATIONS, "_collective") | {
+        "send": "_send",
+        "recv": "_recv",
+    }
     averages_at_once = True
 
     def __init__(self, matching: Matching, opening: Opening, rank: Rank) -> None:
@@ -55,14 +58,19 @@ class SimulatedCommunicator(Communicator):
     def _collective(self, prepared: OperationArgs) -> Request:
         """Start a collective; the last member to start moves the data."""
         self._check_usable()
-        way, op, root, sizes = prepared.way, prepared.op, prepared.root, prepared.sizes
+        backend_operation, op, root, sizes = (
+            prepared.backend_operation,
+            prepared.op,
+            prepared.root,
+            prepared.sizes,
+        )
         inputs, outputs = prepared.inputs, prepared.outputs
         for part in (*inputs, *outputs):
             if not part.is_cpu:
                 synchronize(part)
             if op is not None and (op.value, part.dtype) not in REDUCIBLE:
                 check_reducible(self.backend, op, part.dtype)
-        operation = BACKEND_OPERATIONS[way]
+        operation = BACKEND_OPERATIONS[backend_operation]
         if operation.takes is TensorLayout.PARTS:
             assert sizes is not None
             inputs, outputs = parts(inputs[0], sizes[0]), parts(outputs[0], sizes[1])
@@ -78,7 +86,7 @@ class SimulatedCommunicator(Communicator):
             if note.call.is_uneven != (is_uneven := sizes is not None and root is None):
                 note = note._replace(call=replace(note.call, is_uneven=is_uneven))
         started = PendingCollective(
-            self._matching, self.rank, self._rank, note, way, inputs, outputs, op
+            self._matching, self.rank, self._rank, note, backend_operation, inputs, outputs, op
         )
         self._matching.enter(started)
         return started

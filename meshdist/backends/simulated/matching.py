@@ -167,12 +167,12 @@ class PendingCall(Request):
 
 @dataclass(eq=False)
 class PendingCollective(PendingCall):
-    """A member's part in the simulated operation ``way``."""
+    """A member's part in the simulated operation ``backend_operation``."""
 
-    way: str
+    backend_operation: str
     inputs: Tensors
     outputs: Tensors
-    op: ReduceKind | None  # of ``way``: the call's own may be done in several steps
+    op: ReduceKind | None  # of ``backend_operation``: the call's own may be done in several steps
 
     def describe(self) -> str:
         """Describe the call and the awaited members."""
@@ -216,11 +216,11 @@ class PendingReceive(PendingCall):
         tensor, data = self.tensor, message.data
         assert tensor is not None  # a receive accepts once
         self._source = message.source
-        if message.note.call.header == self.note.call.header:
+        if message.note.call.fingerprint_inputs == self.note.call.fingerprint_inputs:
             self.end(_attempt(lambda: write(tensor, data)))
             return
         ranks = self.matching.ranks
-        is_mine = message.source == self.member
+        is_own = message.source == self.member
         failure = MismatchError(
             "message mismatch: a send does not match its receive",
             where=f"tag {self.tag} on {self.matching.op_name}",
@@ -229,10 +229,10 @@ class PendingReceive(PendingCall):
             found=f"rank {ranks[message.source]}: {message.note.text}\n"
             f"rank {ranks[self.member]}: {self.note.text}",
             fix="receive into a tensor like the one that is sent, or pass a different tag for each "
-            f"kind of message{'' if is_mine else _THEN}",
+            f"kind of message{'' if is_own else _THEN}",
         )
         self.end(failure)
-        if not is_mine:  # a message of a rank to itself concerns no other member
+        if not is_own:  # a message of a rank to itself concerns no other member
             self.matching.fail(failure)
 
     def describe(self) -> str:
@@ -298,7 +298,7 @@ class Matching:
             parts[0].op or ReduceOp.SUM,
             parts[0].note.call.root or 0,
         )
-        failure = _attempt(lambda: move(BACKEND_OPERATIONS[parts[0].way], data))
+        failure = _attempt(lambda: move(BACKEND_OPERATIONS[parts[0].backend_operation], data))
         for part in parts:
             part.end(failure)
 
@@ -307,7 +307,10 @@ class Matching:
     ) -> MismatchError | None:
         """Return an error if ``started`` does not match its round's calls ``there``."""
         first = next(iter(there.values()))
-        fits = (started.way, started.note.call.header) == (first.way, first.note.call.header)
+        fits = (started.backend_operation, started.note.call.fingerprint_inputs) == (
+            first.backend_operation,
+            first.note.call.fingerprint_inputs,
+        )
         notes = {member: call.note for member, call in there.items()}
         if fits and not any(map(_sizes, notes.values())):
             return None
@@ -338,9 +341,9 @@ class Matching:
     def send(self, message: SentMessage, to: int) -> None:
         """Pass the message to the first matching receive of member ``to``, or keep a copy."""
         waiting = self.receives[to]
-        for place, receive in enumerate(waiting):
+        for index, receive in enumerate(waiting):
             if receive.takes(message):
-                waiting.pop(place).accept(message)
+                waiting.pop(index).accept(message)
                 return
         message.data = message.data.clone()
         synchronize(message.data)
@@ -349,9 +352,9 @@ class Matching:
     def receive(self, receive: PendingReceive) -> None:
         """Pass the first matching message to a receive, or let it wait."""
         waiting = self.messages[receive.member]
-        for place, message in enumerate(waiting):
+        for index, message in enumerate(waiting):
             if receive.takes(message):
-                receive.accept(waiting.pop(place))
+                receive.accept(waiting.pop(index))
                 return
         self.receives[receive.member].append(receive)
 

@@ -86,11 +86,11 @@ class SimulatedStore(Store):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected``; return its final value."""
-        wanted = _to_bytes(expected)  # an absent key equals an empty value
+        expected_bytes = _to_bytes(expected)  # an absent key equals an empty value
         call = f"store.compare_set({key!r})"
-        if self._poll(lambda: self._values.get(key, b"") == wanted, call):
+        if self._poll(lambda: self._values.get(key, b"") == expected_bytes, call):
             self._values[key] = _to_bytes(desired)
-        return self._values.get(key, wanted)
+        return self._values.get(key, expected_bytes)
 
     def delete_key(self, key: str) -> bool:
         return self._values.pop(key, None) is not None

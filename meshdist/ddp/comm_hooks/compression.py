@@ -311,11 +311,11 @@ def batched_powerSGD_hook(
     rank = min(state.matrix_approximation_rank, side)
     state.total_numel_before_compression += numel
     state.total_numel_after_compression += 2 * side * rank
-    wanted = buffer.new_zeros(side * side)
-    wanted[:numel] = buffer
+    needed = buffer.new_zeros(side * side)
+    needed[:numel] = buffer
     if state.use_error_feedback and index in state.error_dict:
-        wanted += state.error_dict[index]
-    matrix = wanted.view(side, side)
+        needed += state.error_dict[index]
+    matrix = needed.view(side, side)
     q = state.q_memory_dict.get(index) if state.warm_start else None
     if q is None:
         seed = state.rng.randint(1_000_000_000)  # equal on all ranks, different in each step
@@ -328,7 +328,7 @@ def batched_powerSGD_hook(
         all_reduce(rows, ReduceOp.AVG, group)
         found = (columns @ rows.t()).view(-1)
         if state.use_error_feedback:
-            state.error_dict[index] = wanted - found
+            state.error_dict[index] = needed - found
         if state.warm_start:
             state.p_memory_dict[index], state.q_memory_dict[index] = columns, rows
         state.maybe_increase_iter(bucket)

@@ -161,7 +161,7 @@ class PendingBucket:
         """Wait for the hook's Future; copy its checked averages into the bucket."""
         # Callbacks of the hook's futures run on this thread.
         with self._deferral.entered(), group_in_state(self._state, self._registered.group):
-            error = self._deferral.settle()
+            error = self._deferral.finalize()
             if not self._future.done():
                 self._await_others(error)
             value = self._future.wait()

@@ -526,7 +526,7 @@ class Building:
 
     def start(self, prepared: OperationArgs) -> Request:
         ways = {**COMPOSED, "all_reduce": all_reduce_by_gathering}
-        return ways[prepared.way](self.backend, prepared)
+        return ways[prepared.backend_operation](self.backend, prepared)
 
 
 def test_collectives_made_of_others_run_here_too() -> None:
