@@ -6,7 +6,7 @@ accelerator at the next forward, so that the CPU does not wait for the device.
 
 Worked example: a model has parameters v and w; rank 1 of 2 may lack the gradient of w, and does.
 
-              flags: whole, partial, lacking, interrupted, absent, unexpected    map: v   w
+              flags: complete, partial, lacking, interrupted, absent, unexpected map: v   w
     rank 0           1      0        0        0            0       0                  1   1
     rank 1           0      1        0        0            0       0                  1   0
     average          0.5    0.5      0        0            0       0                  1   0.5
@@ -18,7 +18,7 @@ rank had each gradient, so both ranks write both averages to ``.grad``. As w had
     >>> from types import SimpleNamespace as Fake
     >>> from .bucket_layout import ReductionOptions; from .status_flags import StatusFlags
     >>> flags, other = (StatusFlags(torch.empty(8), unit=1 / 2) for _ in range(2))
-    >>> flags.write(Ending.WHOLE, None); other.write(Ending.PARTIAL, [True, False])
+    >>> flags.write(Ending.COMPLETE, None); other.write(Ending.PARTIAL, [True, False])
     >>> flags.numbers.add_(other.numbers).tolist()
     [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5]
     >>> options, pair = ReductionOptions((8,), finds_unused=True), Fake(size=lambda: 2)
