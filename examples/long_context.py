@@ -30,7 +30,7 @@ LIMIT = 1e-9  # largest difference allowed; the numbers of --check are float64
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def places_of(length: int, size: int, rank: int, method: str) -> torch.Tensor:
+def positions_of(length: int, size: int, rank: int, method: str) -> torch.Tensor:
     """The places of the sequence that a rank holds, of 8 on 2 ranks: 0 1 2 3, in a ring 0 1 6 7."""
     chunks = torch.arange(length).chunk(2 * size if method == "ring" else size)
     return torch.cat([chunks[rank], chunks[-1 - rank]]) if method == "ring" else chunks[rank]
@@ -165,7 +165,7 @@ def train(mesh: md.DeviceMesh, method: str, is_causal: bool, length: int, dtype:
     model = Copier(method, is_causal).to(dtype)
     wrapped = md.DDP(model, device_mesh=mesh["cp"])  # averages gradients over the places, too
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    places = places_of(length, mesh["cp"].size(), mesh["cp"].get_local_rank(), method)
+    places = positions_of(length, mesh["cp"].size(), mesh["cp"].get_local_rank(), method)
     losses = []
     for _ in range(STEPS):
         words = torch.randint(WORDS, (2, length))

@@ -23,10 +23,8 @@ back: in 1024 it found 256:7, in 1280 it finds no 512:7 and waits, so it is at m
     >>> size = 8 * FingerprintTable.num_words(2)
     >>> words = [memoryview(bytearray(size)).cast("Q") for _ in range(2)]
     >>> others = Stand(find=lambda n, _: words[n], is_current=lambda _: 1, is_alive=lambda _: 1)
-    >>> def table(n):
-    ...     mine = Stand(reserve=lambda *_: words[n], release=id)
-    ...     return FingerprintTable(mine, 1, (0, 0), n, others)
-    >>> table_0, table_1 = table(0), table(1)
+    >>> own = [Stand(reserve=lambda *_, n=n: words[n], release=id) for n in range(2)]
+    >>> table_0, table_1 = (FingerprintTable(own[n], 1, (0, 0), n, others) for n in range(2))
     >>> member_0 = [table_0.enter(call, 7) for call in range(1, 1027)]
     >>> member_1 = [table_1.enter(call, 7) for call in range(1, 300)]
     >>> any(member_0 + member_1), table_1.enter(300, 9)

@@ -30,7 +30,7 @@ SECONDS = timedelta(seconds=20)
 class Bare(Communicator):
     """A connection with no collective but those that every backend must have, over another one."""
 
-    ways: ClassVar[Mapping[str, str]] = {
+    implementations: ClassVar[Mapping[str, str]] = {
         "all_reduce": "_all_reduce",
         **dict.fromkeys(("broadcast", "all_gather", "barrier", "send", "recv"), "_below"),
     }

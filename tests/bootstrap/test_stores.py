@@ -173,10 +173,10 @@ def test_multi_set_wants_as_many_values_as_keys(store: Any) -> None:
 def test_num_keys_counts_bookkeeping_too(store: Any) -> None:
     store.set("a", "1")
     store.set("b", "2")
-    own = {"served": 0, "prefix": 0, "file": 1, "hash": 0}[kind_of(store)]
+    own = {"hosted": 0, "prefix": 0, "file": 1, "hash": 0}[kind_of(store)]
     extra = store.num_keys() - 2
     # A TCPStore has a key of its own once a client has come and said so.
-    assert extra == own or (kind_of(store) in ("served", "prefix") and extra == 1)
+    assert extra == own or (kind_of(store) in ("hosted", "prefix") and extra == 1)
 
 
 @every_kind

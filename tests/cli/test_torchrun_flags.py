@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 
 def settings_of(*words: str) -> dict[str, Any]:
     settings = launch_settings(parser().parse_args(words))
-    place = asdict(settings.pop("place"))
+    place = asdict(settings.pop("node"))
     return {**settings, **place}
 
 
@@ -109,7 +109,7 @@ def test_variables_of_torchrun_are_defaults(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PET_NO_PYTHON", "0")
     arguments = parser().parse_args(["--node-rank=2"])
     settings = launch_settings(arguments)
-    assert (settings["nprocs"], settings["place"].node_rank) == (3, 2)
+    assert (settings["nprocs"], settings["node"].node_rank) == (3, 2)
     assert (arguments.module, arguments.no_python) == (True, False)
     monkeypatch.setenv("PET_MAX_RESTARTS", "3")
     with pytest.raises(LaunchError, match="does not support torchrun's --max-restarts"):
