@@ -11,6 +11,7 @@ stop, and exits with 1 if the losses differ. docs/tutorials/training_script.md e
 
 import argparse
 import math
+import os
 import sys
 from contextlib import nullcontext
 
@@ -39,9 +40,8 @@ class Block(nn.Module):
 def build(mesh: md.DeviceMesh, options: argparse.Namespace) -> nn.Module:
     """Return the model, split over tp, with gradients averaged over dp."""
     md.seed(options.seed)  # equal weights on every rank, before parallelize() and DDP compare them
-    layers = [nn.Linear(FEATURES, WIDTH), Block(), Block(), nn.Linear(WIDTH, CLASSES)]
-    model = nn.Sequential(*layers).to(mesh.device_type)
-    md.parallelize(model, mesh["tp"], PLAN)
+    model = nn.Sequential(nn.Linear(FEATURES, WIDTH), Block(), Block(), nn.Linear(WIDTH, CLASSES))
+    md.parallelize(model.to(mesh.device_type), mesh["tp"], PLAN)
     return md.DDP(model, device_mesh=mesh["dp"])
 
 
@@ -186,6 +186,8 @@ def main() -> int:
     add("--simulate", type=int, metavar="N", help="run N ranks in this process")
     add("--check", action="store_true", help="stop, go on elsewhere, and compare with one rank")
     options = parser.parse_args()
+    if options.check and os.path.isdir(options.root) and os.listdir(options.root):
+        parser.error(f"--check needs an empty --root, and {options.root} has files")
     torch.set_num_threads(1)
     if options.simulate:
         return max(md.simulate(run, options.simulate, args=(options,)))

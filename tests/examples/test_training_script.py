@@ -55,6 +55,19 @@ def test_a_schedule_that_is_not_saved_is_found(
     assert script.main() == 1
 
 
+def test_a_check_in_a_used_folder_is_an_error(
+    tmp_path: Path,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "step-60").mkdir()
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--root", str(tmp_path), "--check"])
+    with pytest.raises(SystemExit):
+        load("training_script").main()
+    assert "--check needs an empty --root" in capsys.readouterr().err
+
+
 @pytest.mark.soak
 def test_on_two_processes(pool: Pool, tmp_path: Path) -> None:
     words = ["--mesh", "dp=2", "--root", str(tmp_path), "--check", "--steps", "50"]
