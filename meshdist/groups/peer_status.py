@@ -298,8 +298,8 @@ class LatePeers:
             self._deadline = Deadline(None)  # log it only once
             call = opened.recorder.find_note()
             if call is not None:
-                # Not a daemon: if Python ended the thread inside the store's C++ at exit, the process
-                # would abort.
+                # Not a daemon: if Python ended the thread inside the store's C++ at exit, the
+                # process would abort.
                 thread = threading.Thread(
                     target=self._log_late_ranks, args=(opened, call), name="meshdist-waits"
                 )
