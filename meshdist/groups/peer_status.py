@@ -298,13 +298,13 @@ class LatePeers:
             self._deadline = Deadline(None)  # log it only once
             call = opened.recorder.find_note()
             if call is not None:
-                # Not a daemon: if Python ended the thread inside the store's C++ at exit, the
-                # process would abort.
                 thread = threading.Thread(
-                    target=self._log_late_ranks, args=(opened, call), name="meshdist-waits"
+                    target=self._log_late_ranks,
+                    args=(opened, call),
+                    name="meshdist-waits",
+                    daemon=True,
                 )
-                with suppress(RuntimeError):  # Python is ending already
-                    thread.start()
+                thread.start()
 
     def _log_late_ranks(self, opened: OpenCommunicator, call: CallRecord) -> None:
         members, store = WorldPeers(self._world, call.group, opened), self._world.store
