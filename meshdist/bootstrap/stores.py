@@ -221,8 +221,9 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
         found = _try_to_connect(host, port, timeout)
         if isinstance(found, TCPStore):
             return found
-        num_resets += isinstance(found, DistNetworkError)
-        can_retry = isinstance(found, _Closing) or 0 < num_resets < _MOST_RESETS
+        was_reset = isinstance(found, DistNetworkError)
+        num_resets += was_reset
+        can_retry = isinstance(found, _Closing) or (was_reset and num_resets < _MOST_RESETS)
         if not can_retry or deadline.is_over:
             break
         time.sleep(_PAUSE_S)
