@@ -70,7 +70,7 @@ from .sharding.sharded_array import ShardedArray as ShardedArray
 from .tensor_parallel.parallelize import parallelize as parallelize
 from .typed_mode.annotations import annotate as annotate, typeof as typeof
 from .typed_mode.mode import typed as typed, untyped as untyped
-from .typed_mode.random_draws import seed as seed
+from .typed_mode.random_draws import fork_rng as fork_rng, seed as seed
 from .worlds.simulation import simulate as simulate
 from .worlds.spawn import spawn as spawn
 

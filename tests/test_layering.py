@@ -287,7 +287,14 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "sync_batch_norm",
             "model_averagers",
         ),
-        "tensor_parallel": ("layers", "losses", "plan_styles", "parallelize"),
+        "tensor_parallel": (
+            "layers",
+            "losses",
+            "plan_styles",
+            "example_check",
+            "whole_layers",
+            "parallelize",
+        ),
         "checkpoint": (
             "pieces",
             "manifest",

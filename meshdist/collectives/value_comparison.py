@@ -272,14 +272,26 @@ def tolerance(x: torch.Tensor) -> float:
 
 def relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
     """Return the largest |mine - first| over the largest |first|; NaN and infinities are equal."""
+    gap = largest_gap(mine, first)
+    if not gap:
+        return 0.0
+    scale = largest_value(first)
+    return gap / scale if scale else torch.inf
+
+
+def largest_gap(mine: torch.Tensor, first: torch.Tensor) -> float:
+    """Return the largest |mine - first|; NaN and infinities of one sign are equal."""
     mine, first = _widened(mine), _widened(first)
     differs = (mine != first) & ~(mine.isnan() & first.isnan())
     gaps = (mine - first)[differs].abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    if not gaps.numel():
-        return 0.0
-    finite = first[first.isfinite()].abs()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    return float(gaps.max()) / scale if scale else torch.inf
+    return float(gaps.max()) if gaps.numel() else 0.0
+
+
+def largest_value(x: torch.Tensor) -> float:
+    """Return the largest finite |x|; 0 if there is none."""
+    wide = _widened(x)
+    finite = wide[wide.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

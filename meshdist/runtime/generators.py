@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -114,6 +116,29 @@ class ProcessState:
                 generator.set_state(state)
         else:
             _seed_cuda(seed_before)
+
+
+def default_generators() -> list[torch.Generator]:
+    """Return torch's default generators of the CPU and, once in use, of the current accelerator."""
+    found = [torch.default_generator]
+    for device in (torch.cuda, torch.xpu):
+        if device.is_initialized():
+            found.append(device.default_generators[device.current_device()])
+    return found
+
+
+@contextmanager
+def unchanged_generators() -> Iterator[None]:
+    """Restore the default generators of torch, NumPy and ``random`` after the block."""
+    states = [(generator, generator.get_state()) for generator in default_generators()]
+    numpy_state, random_state = np.random.get_state(legacy=False), random.getstate()
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        np.random.set_state(numpy_state)
+        random.setstate(random_state)
 
 
 @cache

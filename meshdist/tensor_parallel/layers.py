@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..annotations.axis_types import annotation_of, axes_of_kind, change_annotation, type_of
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active, current_task
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError, KindError, ShapeError, UnequalError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from ..runtime.graph_breaks import untraced
@@ -45,6 +45,7 @@ from ..sharding.deferred_reductions import axes_of_leaves
 from ..sharding.einsum import einsum
 from ..typed_mode.context import find_context
 from ..typed_mode.module_annotations import restore_annotations
+from ..typed_mode.random_draws import draws_differ_over, fork_rng
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -63,9 +64,27 @@ class SplitLayer(nn.Module):
         return self.mesh.axis_names[0]
 
     def ready(self) -> None:
-        """Restore missing annotations of parameters; raise if a shape has changed."""
+        """Restore missing annotations; raise if the weight is computed or a shape has changed."""
         if annotation_of(self.weight).dims is None:
+            self.check_plain()
             restore_annotations(self)
+
+    def check_plain(self) -> None:
+        """Raise if the weight is computed from other parameters, as with spectral_norm."""
+        if "weight" in self._parameters:
+            return
+        lists: Any = getattr(self, "parametrizations", {})
+        computed_by = lists["weight"] if "weight" in lists else self._forward_pre_hooks.values()
+        kinds = [type(each).__name__.lstrip("_") for each in computed_by]
+        raise KindError(
+            f"{self.style} cannot use a weight that is computed from a part of the matrix",
+            where=f"rank {self.mesh.world.rank}, {self!r}",
+            expected="a plain weight (a parametrization, such as a norm, would see this rank's "
+            "part of the weight)",
+            found=", ".join(kinds) or "no parameter of this name",
+            fix="call nn.utils.parametrize.remove_parametrizations(layer, 'weight'), or leave the "
+            "layer out of the plan",
+        )
 
     def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
         """Raise unless the input has the style's number of features."""
@@ -331,6 +350,34 @@ class ReducedForward(UseHook):
         finally:  # After Ctrl-C, torch would not run a hook.
             for name in aliases:
                 attributes.pop(name, None)
+
+
+@dataclass(frozen=True)
+class DrawingForward(UseHook):
+    """A module's ``forward`` whose draws differ along the axis, or are equal along it.
+
+    Args:
+        forward: the original method.
+    """
+
+    forward: Callable[..., Any]
+
+    @untraced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; with ``whole_draws``, raise if the generators differ along the axis."""
+        tp = self.mesh.axis_names[0]
+        if self.style == "own_draws":
+            with fork_rng(tp, mesh=self.mesh):
+                return self.forward(*args, **kwargs)
+        if draws_differ_over(self.mesh):
+            raise UnequalError(
+                f"whole_draws: the random generators differ over {tp!r}",
+                where=f"rank {self.mesh.world.rank}",
+                expected=f"seeds that are equal along {tp!r}",
+                fix=f"leave {tp!r} out of differ_over= of md.seed; or use 'own_draws' for this "
+                "module, if it draws for split features",
+            )
+        return self.forward(*args, **kwargs)
 
 
 class CutSequence(UseHook):

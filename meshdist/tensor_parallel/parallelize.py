@@ -22,16 +22,19 @@ from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries
 from ..sharding.api import shard
 from ..typed_mode.annotations import annotate
+from ..typed_mode.mode import untyped
+from .example_check import ExampleCheck
 from .layers import (
     ColumnParallelLinear,
     CutSequence,
+    DrawingForward,
     GatherSequence,
     ReducedForward,
     SplitLayer,
     UseHook,
     note_summed,
 )
-from .plan_styles import STYLES, styles_of
+from .plan_styles import DRAWS, STYLES, styles_of
 
 __all__ = ["explain", "parallelize"]
 
@@ -65,7 +68,9 @@ class Assignment:
 # -- reading a plan -------------------------------------------------------------------------------
 
 
-def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Assignment]:
+def read_plan(
+    model: nn.Module, plan: object, axis: str, parts: int, *, takes_meta: bool = False
+) -> list[Assignment]:
     """Return the plan's modules and styles; raise if a module cannot be split in ``parts``."""
     styles = styles_of(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -88,7 +93,7 @@ def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Ass
                 )
     assigned = [assignment for _, _, assignment in found.values()]
     for assignment in assigned:
-        _check(assignment, modules, axis, parts)
+        _check(assignment, modules, axis, parts, takes_meta)
     _check_tied(assigned, modules, axis)
     return assigned
 
@@ -131,7 +136,13 @@ def _fail_mismatched(pattern: str, style: str, modules: Mapping[str, nn.Module])
     )
 
 
-def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts: int) -> None:
+def _check(
+    each: Assignment,
+    modules: Mapping[str, nn.Module],
+    axis: str,
+    parts: int,
+    takes_meta: bool,
+) -> None:
     """Raise unless the module can be split in its style."""
     name, module, style = each.name, each.module, STYLES[each.style]
     where = f"{name!r}: {each.style!r}"
@@ -144,7 +155,7 @@ def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts:
         )
     own = dict(module.named_parameters(recurse=False))
     if style.takes is not None:
-        _check_class(each, style.takes, own)
+        _check_class(each, style.takes, own, takes_meta)
         _check_size(each, getattr(module, style.cut), axis, parts)
         _check_around(each, modules, axis, parts)
     elif each.style == "reduced" and (not own or _computes_parameters(module)):
@@ -179,7 +190,9 @@ def _computes_parameters(module: nn.Module) -> bool:
     return bool(computed) or nn.utils.parametrize.is_parametrized(module)
 
 
-def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any]) -> None:
+def _check_class(
+    each: Assignment, takes: type[nn.Module], own: Mapping[str, Any], takes_meta: bool
+) -> None:
     """Raise unless the module is exactly a ``takes``, with plain parameters (``own``)."""
     module, wanted = each.module, f"a torch.nn.{takes.__name__} (not a subclass)"
     found = fix = None
@@ -193,10 +206,11 @@ def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any
         fix = "remove weight_norm, spectral_norm or pruning first"
     elif kinds := [type(p).__name__ for p in own.values() if type(p) is not nn.Parameter]:
         found = f"with a {kinds[0]} as parameter"
-    elif any(parameter.is_meta for parameter in own.values()):
+    elif not takes_meta and any(parameter.is_meta for parameter in own.values()):
         found, fix = (
             "on the meta device, without values",
-            "call module.to_empty(device=...) first; pass check=False if you load values later",
+            "pass check=False, and then call module.to_empty(device=...) and "
+            "md.tensor_parallel.apply(module, fn), or load values",
         )
     elif isinstance(module, nn.Embedding):
         options = [name for name in ("max_norm", "scale_grad_by_freq") if getattr(module, name)]
@@ -302,7 +316,14 @@ def _specs(each: Assignment, axis: str) -> dict[str, str]:
 
 
 @one_frame
-def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: bool = True) -> M:
+def parallelize(
+    module: M,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+    *,
+    check: bool = True,
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
+) -> M:
     """Split the layers that ``plan`` names over a mesh axis, in place; collective along the axis.
 
     All ranks along the axis must hold the same module: call ``md.seed`` before you create it, or
@@ -371,24 +392,63 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
             fix="pass the torch.nn.Module as the first argument",
         )
     axis = _axis_of(mesh)
-    assigned = read_plan(module, plan, axis, mesh.size())
+    assigned = read_plan(module, plan, axis, mesh.size(), takes_meta=not check)
+    checked = None if example is None else ExampleCheck(module, mesh, example)
     with HiddenFromModes(), torch.no_grad():
         if check:
             _check_equal(module, mesh)
-        parts = {}
+    if checked is not None:
+        with untyped():
+            checked.run_unsplit()
+    with HiddenFromModes(), torch.no_grad():
+        parts, specs = {}, {}
         for each in assigned:
             for leaf, spec in _specs(each, axis).items():
                 parameter = getattr(each.module, leaf)
                 if parameter not in parts:
                     parts[parameter] = shard(parameter.detach(), spec, mesh, check=False)
+                    specs[parameter] = spec
+        before = None if checked is None else _Unsplit(assigned)
         for parameter, part in parts.items():
             parameter.data = part
     for each in assigned:
         _change(each, mesh)
+    if checked is not None and before is not None:
+        with untyped():
+            try:
+                checked.compare_split(specs)
+            except BaseException:
+                before.restore()
+                raise
     _warn_of_norms(module, assigned, axis)
     if mesh.size() > 1:
-        _warn_of_packed(assigned)
+        _warn_of_dropout(module, assigned)
+        if example is None:
+            _warn_of_packed(assigned)
     return module
+
+
+class _Unsplit:
+    """The state of a plan's modules before the split."""
+
+    def __init__(self, assigned: list[Assignment]) -> None:
+        modules = [each.module for each in assigned]
+        self._modules = [(x, type(x), dict(vars(x)), set(x._forward_hooks)) for x in modules]
+        own = dict.fromkeys(p for x in modules for p in x.parameters(recurse=False))
+        self._parameters = [(p, p.data, dict(vars(p))) for p in own]
+
+    def restore(self) -> None:
+        """Undo the split."""
+        for module, kind, attributes, hooks in self._modules:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+            for key in module._forward_hooks.keys() - hooks:
+                del module._forward_hooks[key]
+        for parameter, data, attributes in self._parameters:
+            parameter.data = data
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
 
 
 def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -447,10 +507,47 @@ def _warn_of_packed(assigned: list[Assignment]) -> None:
                 "other, chunk(3) of a rank's part mixes them)",
                 found=first_texts(packed, ", "),
                 fix="split it into one layer for each projection, or use 'column_whole'; if its "
-                "features are stored head by head, rename the layer, or\n"
+                "features are stored head by head, pass example=(x,), which compares outputs, or\n"
                 "warnings.filterwarnings('ignore', '.*named like a packed projection')",
             )
         )
+
+
+def _warn_of_dropout(model: nn.Module, assigned: list[Assignment]) -> None:
+    """Warn of active dropout next to split layers that a plan omits."""
+    named = {id(each.module) for each in assigned}
+    split = {id(each.module) for each in assigned if STYLES[each.style].takes is not None}
+    inside = tuple(f"{each.name}." * bool(each.name) for each in assigned if each.style in DRAWS)
+    found = []
+    for path, parent in model.named_modules():
+        children = dict(parent.named_children())
+        if split.isdisjoint(map(id, children.values())):
+            continue
+        for leaf, module in {"": parent, **children}.items():
+            name = ".".join(filter(None, (path, leaf)))
+            if _drops(module) and id(module) not in named and not f"{name}.".startswith(inside):
+                found.append(name or type(module).__name__)
+    if found:
+        warn_caller(
+            explain_text(
+                "parallelize: the plan omits active dropout next to split layers",
+                expected="'own_draws' for dropout on split features or heads, whose masks must "
+                "differ between ranks, and 'whole_draws' for all other dropout",
+                found=first_texts(list(dict.fromkeys(found)), ", "),
+                fix="add them to the plan",
+            )
+        )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a module itself draws for dropout when it runs."""
+    is_dropout = "dropout" in type(module).__name__.lower()
+    rates = [
+        value
+        for name, value in vars(module).items()
+        if "dropout" in name or (name == "p" and is_dropout)
+    ]
+    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _axis_of(mesh: object) -> str:
@@ -489,6 +586,8 @@ def _change(each: Assignment, mesh: DeviceMesh) -> None:
         for parameter in module.parameters(recurse=False):
             note_summed(parameter, mesh)
         module.__dict__["forward"] = ReducedForward(style, mesh, module, module.forward)
+    elif style in DRAWS:
+        module.__dict__["forward"] = DrawingForward(style, mesh, module.forward)
     else:
         hook = CutSequence if style == "cut_sequence" else GatherSequence
         module.register_forward_hook(hook(style, mesh))

@@ -77,8 +77,13 @@ STYLES: Mapping[str, Style] = {
     "reduced": Style(None, None, "", _NOTHING, "all-reduce of the gradients of its parameters"),
     "cut_sequence": Style(None, None, "", _NOTHING, "all-gather of the output's gradient"),
     "gather_sequence": Style(None, None, "", "all-gather of the output", _NOTHING),
+    "own_draws": Style(None, None, "", _NOTHING, _NOTHING),
+    "whole_draws": Style(None, None, "", _NOTHING, _NOTHING),
 }
 """The styles of a plan."""
+
+DRAWS = ("own_draws", "whole_draws")
+"""The styles for modules that draw random numbers."""
 
 OF_TRANSFORMERS = {
     "colwise": "column",

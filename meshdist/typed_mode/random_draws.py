@@ -1,4 +1,4 @@
-"""Seed random generators (``md.seed``), and infer the types of random values.
+"""Seed random generators (``md.seed``, ``md.fork_rng``), and infer the types of random values.
 
 A rank cannot know whether its generator's state differs from other ranks'. So ``md.seed`` records
 the axes along which seeds differ. The record is valid while ``initial_seed()`` is unchanged: every
@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
@@ -22,17 +23,19 @@ import torch
 from ..annotations.axis_types import INVARIANT, kinds_in, type_of, type_text
 from ..arguments import get_integer, mesh_kind_error
 from ..checking.call_sites import is_between
+from ..collectives.torch_private import HiddenFromModes, outside_transforms
 from ..error_text import with_article
-from ..errors import AxisError, KindError
+from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import require_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
-from ..runtime.generators import seed_notes
+from ..runtime.generators import default_generators, seed_notes
+from ..runtime.graph_breaks import untraced
 from .context import ContextMode
 from .function_rules import TorchFunction, tensors_in
 from .type_errors import unseeded_draw
 
-__all__ = ["seed"]
+__all__ = ["fork_rng", "seed"]
 
 _WORD = 1 << 64
 _NUMPY_WORD = 1 << 32
@@ -40,11 +43,10 @@ _NUMPY_WORD = 1 << 32
 
 @dataclass(frozen=True)
 class _Seeding:
-    """A generator's seed, and the axes of ``layout`` along which seeds differ."""
+    """A generator's seed, and the axes along which seeds differ, each with its layout."""
 
     number: int
-    axes: tuple[str, ...] = ()
-    layout: Layout | None = None
+    differing: tuple[tuple[tuple[str, ...], Layout], ...] = ()
 
 
 def seed(
@@ -98,10 +100,9 @@ def seed(
             found=with_article(type(generator).__name__),
             fix="pass a torch.Generator; or omit generator= to seed torch, NumPy and `random`",
         )
-    mesh, axes = _find_mesh_and_axes(differ_over, mesh)
-    layout = None
+    mesh, axes = _find_mesh_and_axes("md.seed", differ_over, mesh)
     if mesh is not None:
-        number, layout = _number_at(number, mesh, axes), mesh.layout
+        number = _number_at(number, mesh, axes)
     number %= _WORD
     if generator is None:
         torch.manual_seed(number)
@@ -110,42 +111,126 @@ def seed(
         generator = torch.default_generator
     else:
         generator.manual_seed(number)
-    seed_notes()[generator] = _Seeding(number, axes, layout)
+    seed_notes()[generator] = _Seeding(number, () if mesh is None else ((axes, mesh.layout),))
+
+
+@contextmanager
+@untraced
+def fork_rng(
+    differ_over: str | tuple[str, ...], *, mesh: DeviceMesh | None = None
+) -> Iterator[None]:
+    """Draw different numbers along mesh axes inside the block, from equal generators.
+
+    Use it for dropout on features that are split over the axis, while all other draws stay equal
+    along it. The call draws a number, combines it with this rank's coordinate along the axes, and
+    seeds torch's default generators of the CPU and of the current accelerator with the result.
+    After the block, it restores them, so their states are equal again. A forward that
+    ``torch.utils.checkpoint`` recomputes draws the same numbers again. Generators of NumPy and
+    ``random``, and generators that you pass to torch, are not changed.
+
+    Inside ``md.typed``, random values of the block vary over the axes, in addition to those of
+    ``md.seed``.
+
+    Args:
+        differ_over: the axes along which ranks draw different numbers.
+        mesh: the mesh of these axes; None means the current mesh.
+
+    Cost:
+        Some microseconds; nothing is sent.
+
+    Raises:
+        KindError: if an argument has the wrong type.
+        ArgumentError: if there is no axis in ``differ_over``.
+        MeshError: if there is no current mesh.
+        AxisError: if the mesh has no such axis.
+        NotInGroupError: if this rank is not in the mesh.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     md.seed(0)
+        ...     with md.fork_rng("tp", mesh=mesh):
+        ...         different = torch.rand(1).item()
+        ...     return different, torch.rand(1).item()
+        >>> (a, c), (b, d) = md.simulate(program, 2)
+        >>> a == b, c == d
+        (False, True)
+    """
+    found, axes = _find_mesh_and_axes("md.fork_rng", differ_over, mesh)
+    if found is None:
+        raise ArgumentError(
+            "md.fork_rng takes the axes along which ranks draw different numbers",
+            found=f"differ_over={differ_over!r}",
+            fix="pass for example differ_over='tp'",
+        )
+    notes, default = seed_notes(), torch.default_generator
+    outer, seed_before = notes.get(default), default.initial_seed()
+    with HiddenFromModes(), outside_transforms():
+        drawn = int(torch.randint(_WORD >> 2, ()))  # Without modes: on the CPU.
+    number = _number_at(drawn, found, axes)
+    states = [(generator, generator.get_state()) for generator in default_generators()]
+    try:
+        for generator, _ in states:
+            generator.manual_seed(number)
+        if outer is not None and outer.number == seed_before:
+            notes[default] = _Seeding(number, (*outer.differing, (axes, found.layout)))
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        if outer is not None:
+            seed_notes()[default] = outer
 
 
 def find_seeded_axes() -> tuple[str, ...] | None:
     """Return the axes along which ``md.seed`` last gave unequal seeds; None after other seeding."""
-    seeding = seed_notes().get(torch.default_generator)
-    if seeding is None or seeding.number != torch.initial_seed() % _WORD:
+    seeding = _find_valid_seeding()
+    if seeding is None:
         return None
-    return tuple(seeding.axes)
+    return tuple(dict.fromkeys(axis for axes, _ in seeding.differing for axis in axes))
 
 
-def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
+def draws_differ_over(mesh: DeviceMesh) -> bool:
+    """Return whether ``md.seed`` or ``md.fork_rng`` gave ranks of ``mesh`` unequal seeds."""
+    seeding = _find_valid_seeding()
+    return seeding is not None and _type_over(seeding.differing, mesh.layout) != INVARIANT
+
+
+def _find_valid_seeding() -> _Seeding | None:
+    """Return the record of torch's generator; None after other seeding."""
+    seeding: _Seeding | None = seed_notes().get(torch.default_generator)
+    is_valid = seeding is not None and seeding.number == torch.initial_seed() % _WORD
+    return seeding if is_valid else None
+
+
+def note_seeding(axes: tuple[str, ...], layout: Layout) -> None:
     """Record that restored seeds of torch's generator differ along ``axes``."""
     number = torch.initial_seed() % _WORD
-    seed_notes()[torch.default_generator] = _Seeding(number, axes, layout)
+    seed_notes()[torch.default_generator] = _Seeding(number, ((axes, layout),))
 
 
-def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
+def _find_mesh_and_axes(
+    call: str, differ_over: Any, mesh: Any
+) -> tuple[DeviceMesh | None, tuple[str, ...]]:
     """Return the mesh and its axes that ``differ_over`` names, or (None, ())."""
     names = (differ_over,) if isinstance(differ_over, str) else differ_over
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise KindError(
-            f"md.seed cannot take {differ_over!r} as differ_over",
+            f"{call} cannot take {differ_over!r} as differ_over",
             expected="the name of an axis, or a tuple of names",
             fix="pass for example differ_over='dp' or differ_over=('dp', 'tp')",
         )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise mesh_kind_error("md.seed takes a mesh", mesh)
+        raise mesh_kind_error(f"{call} takes a mesh", mesh)
     if not names:
         return None, ()
-    given_mesh, mesh = mesh, mesh or require_current_mesh("md.seed")
+    given_mesh, mesh = mesh, mesh or require_current_mesh(call)
     try:
         mesh.layout.axis_indices(tuple(names))  # Raises for unknown or repeated axes.
     except AxisError as error:
         raise with_outer_mesh_hint(error, given_mesh) from None
-    coordinate_in(mesh, "md.seed")
+    coordinate_in(mesh, call)
     return mesh, tuple(axis for axis in mesh.axis_names if axis in names)
 
 
@@ -173,7 +258,7 @@ def type_of_draw(
     generator = given or _own_generator(args, kwargs)
     number = generator.initial_seed()
     if noted is not None and noted.number == number:
-        text = _type_over(noted.axes, noted.layout, mode.mesh.layout)
+        text = _type_over(noted.differing, mode.mesh.layout)
         if text is not None:
             return INVARIANT if text and _is_of_a_loader() else text
     kinds = [kinds_in(type_of(each)) for each in operands]
@@ -208,21 +293,23 @@ def _is_of_a_loader() -> bool:
 
 
 @lru_cache(maxsize=256)
-def _type_over(axes: tuple[str, ...], seeded: Layout | None, layout: Layout) -> str | None:
-    varying = varying_axes(axes, seeded, layout)
-    return None if varying is None else type_text(dict.fromkeys(varying, "V"))
+def _type_over(differing: tuple[tuple[tuple[str, ...], Layout], ...], layout: Layout) -> str | None:
+    """Return the type of draws over the axes of ``layout``, or None if a rank has no seed."""
+    kinds: dict[str, str] = {}
+    for axes, seeded in differing:
+        varying = varying_axes(axes, seeded, layout)
+        if varying is None:
+            return None
+        kinds.update(dict.fromkeys(varying, "V"))
+    return type_text(kinds)
 
 
-def varying_axes(
-    axes: tuple[str, ...], seeded: Layout | None, layout: Layout
-) -> tuple[str, ...] | None:
+def varying_axes(axes: tuple[str, ...], seeded: Layout, layout: Layout) -> tuple[str, ...] | None:
     """Return the axes of ``layout`` along which seeds differ, or None if a rank has no seed.
 
     Args:
-        axes: the axes of ``seeded`` along which seeds differ; without a layout, none do.
+        axes: the axes of ``seeded`` along which seeds differ.
     """
-    if seeded is None:
-        return ()
     if seeded == layout:
         return axes
     indices = seeded.axis_indices(axes)

@@ -364,7 +364,6 @@ def test_a_context_of_another_mesh_knows_its_own_axes() -> None:
 
 def test_axes_along_which_states_differ() -> None:
     mesh = Layout.from_shape((2, 2), ("dp", "tp"))
-    assert varying_axes((), None, mesh) == ()
     assert varying_axes(("tp",), mesh, mesh) == ("tp",)
     assert varying_axes(("tp",), mesh, mesh.slice(("dp",), 0)) == ()
     assert varying_axes(("dp",), mesh.slice(("dp",), 0), mesh) is None

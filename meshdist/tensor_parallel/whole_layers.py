@@ -1,0 +1,247 @@
+"""Initialize a split model as an unsplit one: ``md.tensor_parallel.apply``.
+
+Each split layer gets its complete parameters and torch's class while the function sees it, so the
+function draws for complete matrices. All ranks draw the same numbers, and each keeps its part.
+
+Worked example: a weight of 4 rows, split over an axis 'tp' of 2 ranks, and a generator that draws
+1, 2, 3, ... on both ranks.
+
+                         rank 0         rank 1
+    the layer's part     [0, 0]         [0, 0]
+    while fn sees it     [1, 2, 3, 4]   [1, 2, 3, 4]
+    its part after it    [1, 2]         [3, 4]       drawn on parts: [1, 2] twice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..annotations.axis_types import ANNOTATION
+from ..checking.call_sites import one_frame
+from ..collectives.torch_private import HiddenFromModes
+from ..collectives.value_comparison import agree
+from ..error_text import with_article
+from ..errors import ArgumentError, KindError, UnequalError
+from ..lax.equality_checks import assert_equal
+from ..mesh.device_mesh import DeviceMesh
+from ..sharding.api import shard, unshard
+from ..typed_mode.function_rules import tensors_in
+from ..typed_mode.module_annotations import restore_annotations
+from .layers import SplitLayer
+from .plan_styles import STYLES
+
+__all__ = ["apply"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_FIX = "call md.seed(0) on every rank before md.tensor_parallel.apply"
+
+
+@one_frame
+def apply(model: M, fn: Callable[[nn.Module], Any]) -> M:
+    """Call ``fn`` for each module, as ``model.apply(fn)``, on complete parameters; collective.
+
+    Use it to initialize a model after ``md.parallelize``: functions such as ``nn.init`` would draw
+    each part of a weight as if it were the complete weight. With equal seeds, the parameters are
+    bitwise those of a model that is initialized before the split.
+
+    While ``fn`` sees a split layer, the layer has torch's class, such as ``nn.Linear``, and its
+    complete parameters with their current values. Then each rank keeps its part. While ``fn`` sees
+    a parent of a split layer, it cannot change the layer's parameters.
+
+    Args:
+        model: a model that ``parallelize`` has split, wrapped or not.
+        fn: a function of a module; equal on all ranks, and called on children first.
+
+    Returns:
+        ``model``.
+
+    Cost:
+        One layer at a time: each rank gathers the layer's parameters, and 16 bytes are sent to
+        compare them. At the end, the other parameters are compared as in ``md.assert_equal``.
+
+    Raises:
+        KindError: if ``model`` is not a module, or a split layer is on the meta device or has a
+            computed weight.
+        ArgumentError: if ``fn`` changes split parameters of a layer inside the module that it gets.
+        UnequalError: if ``fn`` gives ranks different values, because their generators differ.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def init(module):
+        ...     if isinstance(module, torch.nn.Linear):
+        ...         torch.nn.init.xavier_uniform_(module.weight)
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     md.seed(0)
+        ...     whole = torch.nn.Linear(4, 6).apply(init)
+        ...     split = torch.nn.Sequential(torch.nn.Linear(4, 6, device="meta"))
+        ...     md.parallelize(split, mesh["tp"], {"0": "column"}, check=False)
+        ...     split.to_empty(device="cpu")
+        ...     md.seed(0)
+        ...     torch.nn.Linear(4, 6)  # The unsplit layer drew this, too.
+        ...     md.tensor_parallel.apply(split, init)
+        ...     weight = md.unshard(split[0].weight.detach(), "f@tp d", mesh)
+        ...     return torch.equal(weight, whole.weight)
+        >>> md.simulate(program, 2)
+        [True, True]
+    """
+    if not isinstance(model, nn.Module):
+        raise KindError(
+            "md.tensor_parallel.apply takes a module",
+            found=with_article(type(model).__name__),
+            fix="pass the torch.nn.Module as the first argument",
+        )
+    names = {module: name for name, module in model.named_modules()}
+    layers = {module: name for module, name in names.items() if isinstance(module, SplitLayer)}
+    for layer, name in layers.items():
+        layer.check_plain()
+        if any(x.is_meta for x in layer.parameters(recurse=False)):
+            raise KindError(
+                "md.tensor_parallel.apply cannot initialize a layer without storage",
+                where=name or "the model",
+                found="parameters on the meta device",
+                fix="call model.to_empty(device=...) first",
+            )
+    _apply(model, fn, names)
+    for mesh in dict.fromkeys(layer.mesh for layer in layers):
+        try:
+            assert_equal(model, mesh)
+        except UnequalError as error:
+            error.add_fix(_FIX)
+            raise
+    return model
+
+
+def _apply(module: nn.Module, fn: Callable[[nn.Module], Any], names: dict[nn.Module, str]) -> None:
+    """Call ``fn`` on the module's children, and then on the module."""
+    for child in module.children():
+        _apply(child, fn, names)
+    if isinstance(module, SplitLayer):
+        with _complete(module, names[module]):
+            fn(module)
+    elif split := _split_parameters(module, names):
+        with _Unwritten(split, names[module]):
+            fn(module)
+    else:
+        fn(module)
+
+
+@contextmanager
+def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
+    """Give a split layer complete parameters and torch's class; after it, this rank's parts."""
+    kind, mesh, style = type(layer), layer.mesh, STYLES[layer.style]
+    specs = {leaf: spec.format(tp=layer.axis) for leaf, spec in layer.specs.items()}
+    before: dict[str, tuple[Any, torch.Tensor, Any]] = {}
+    assert style.takes is not None
+    try:
+        with HiddenFromModes(), torch.no_grad():
+            for leaf, spec in specs.items():
+                parameter: Any = layer._parameters[leaf]
+                if parameter is not None:
+                    dims = zip(spec.split(), parameter.shape, strict=True)
+                    shape = [getattr(layer, style.cut) if "@" in dim else n for dim, n in dims]
+                    whole = unshard(parameter.detach(), spec, mesh, shape=shape)
+                    annotation = parameter.__dict__.pop(ANNOTATION, None)
+                    before[leaf] = parameter, parameter.data, annotation
+                    parameter.data = whole
+        layer.__class__ = style.takes  # type: ignore[assignment]
+        yield
+        with HiddenFromModes(), torch.no_grad():
+            wholes = {leaf: getattr(layer, leaf).detach() for leaf in before}
+            _check_equal({f"{name}.{leaf}": x for leaf, x in wholes.items()}, mesh)
+            parts = {leaf: shard(x, specs[leaf], mesh, check=False) for leaf, x in wholes.items()}
+    except BaseException:
+        for leaf, (parameter, _, _) in before.items():
+            setattr(layer, leaf, parameter)  # If `fn` has replaced it.
+        parts = {leaf: part for leaf, (_, part, _) in before.items()}
+        raise
+    finally:
+        layer.__class__ = kind
+        for leaf, (parameter, _, annotation) in before.items():
+            current: Any = getattr(layer, leaf)
+            current.data = parts[leaf]
+            if current is parameter and annotation is not None:
+                parameter.__dict__[ANNOTATION] = annotation
+        restore_annotations(layer)
+
+
+def _check_equal(wholes: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
+    """Raise UnequalError on every rank if ranks hold different parameters; collective."""
+    difference = agree(mesh.open_group(), {}, wholes, op_name="tensor_parallel.apply")
+    if difference is not None and not difference.is_rounding:
+        raise UnequalError(
+            "md.tensor_parallel.apply: fn gives ranks different values",
+            where=f"over {mesh.axis_names[0]!r}, {mesh.size()} ranks",
+            expected="equal parameters on every rank along the axis",
+            found=difference.found,
+            fix=_FIX,
+        )
+
+
+# -- what a parent must not change ----------------------------------------------------------------
+
+
+def _split_parameters(
+    module: nn.Module, names: dict[nn.Module, str]
+) -> dict[str, tuple[SplitLayer, str]]:
+    """Return, by full name, the layer and name of each split parameter inside ``module``."""
+    return {
+        f"{names[layer]}.{leaf}": (layer, leaf)
+        for layer in module.modules()
+        if isinstance(layer, SplitLayer)
+        for leaf in layer.specs
+        if layer._parameters[leaf] is not None
+    }
+
+
+class _Unwritten(TorchDispatchMode):
+    """A context that raises if the block changes split parameters."""
+
+    def __init__(self, split: dict[str, tuple[SplitLayer, str]], parent: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._split, self._parent = split, parent or "the model"
+        self._names = {memory: name for name, memory in self._memories()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._check(tensors_in(value))
+            self._check(tensors_in(kwargs.get("out")))
+        return func(*args, **kwargs)
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
+        if kind is None:
+            for name, memory in self._memories():
+                if self._names.get(memory) is None:  # By `p.data = ...`, or another Parameter.
+                    self._fail(name)
+
+    def _memories(self) -> list[tuple[str, int]]:
+        """Return the address of each split parameter."""
+        return [
+            (name, getattr(layer, leaf).untyped_storage().data_ptr())
+            for name, (layer, leaf) in self._split.items()
+        ]
+
+    def _check(self, written: list[torch.Tensor]) -> None:
+        for x in written:
+            if x.numel() and (name := self._names.get(x.untyped_storage().data_ptr())):
+                self._fail(name)
+
+    def _fail(self, name: str) -> NoReturn:
+        raise ArgumentError(
+            f"md.tensor_parallel.apply: fn must not change {name} while it sees {self._parent}",
+            expected="changes of a split layer's parameters while fn sees the layer itself, with "
+            "complete parameters",
+            fix="change the layer when fn gets it: if it depends on the name, find the name in "
+            "dict(model.named_modules())",
+        )
