@@ -291,6 +291,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "layers",
             "losses",
             "plan_styles",
+            "plan_warnings",
             "example_check",
             "whole_layers",
             "parallelize",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn, TypeVar
@@ -12,10 +11,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from ..annotations.axis_types import annotation_of, find_type
-from ..checking.call_sites import one_frame, warn_caller
+from ..annotations.axis_types import annotation_of
+from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
-from ..error_text import explain as explain_text, first_texts, with_article
+from ..error_text import first_texts, with_article
 from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
 from ..lax.equality_checks import assert_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -34,7 +33,8 @@ from .layers import (
     UseHook,
     note_summed,
 )
-from .plan_styles import DRAWS, STYLES, styles_of
+from .plan_styles import DRAWS, STYLES, Assignment, styles_of
+from .plan_warnings import warn_of_dropout, warn_of_norms, warn_of_packed
 
 __all__ = ["explain", "parallelize"]
 
@@ -47,22 +47,7 @@ _READ_BY_PARENTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _MAKES_HEADS = re.compile(r"(w|to_|c_)?(q|k|v|qkv|kv|query|key|value)(_?(proj|lin|linear))?")
 """The names of layers whose features are heads."""
 
-_PACKED = re.compile(
-    r"(to_|c_)?(qkv|kv|query_key_value|key_value|gate_up)(_?(proj|lin|linear))?"
-    r"|Wqkv|Wkv|W_pack|c_attn|in_proj"
-)
-"""The names of layers that pack several projections."""
-
 _REMOVE = "remove it from the plan: modules that the plan does not name are not split"
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A module, its name in the model, and its style."""
-
-    name: str
-    module: nn.Module
-    style: str
 
 
 # -- reading a plan -------------------------------------------------------------------------------
@@ -341,9 +326,17 @@ def parallelize(
             are split along the sequence, the dimension before the last; ``column_sequence_whole``;
             ``reduced``, for an unsplit module that each rank uses on its own part, such as a norm
             in a split sequence; ``cut_sequence`` and ``gather_sequence``, for the output of any
-            module.
+            module; ``own_draws`` and ``whole_draws``, for any module that draws random numbers,
+            such as dropout: on each rank its own numbers, or the same numbers on all ranks.
         check: whether ranks compare their models first. Pass False if you load values later; then
-            nothing is sent.
+            nothing is sent, and parameters may be on the meta device: call ``to_empty`` and
+            ``md.tensor_parallel.apply`` after the split.
+        example: the arguments of the model, a tuple or a dict of keyword arguments, equal on all
+            ranks. The model runs on them before and after the split, in eval mode, forward and
+            backward. If an output of a module or the gradient of a parameter differs by more than
+            half of its dtype's digits, the split is undone. Buffers, generators, ``.grad`` and
+            flags stay as they are; other state that the forward changes does not. Both runs get
+            the complete example, also if the plan splits the sequence.
 
     Returns:
         ``module``. Its split parameters are the same objects; they hold this rank's part and are
@@ -355,18 +348,22 @@ def parallelize(
 
     Cost:
         See ``md.tensor_parallel.explain(module)``. The comparison reads the model once and sends 16
-        bytes.
+        bytes. An example takes two forward and backward passes, and until it is compared, memory
+        for all modules' outputs, the unsplit parameters, their gradients, and a copy of buffers.
 
     Raises:
         ArgumentError: if a pattern matches no module, two patterns match the same module, a style
             is unknown, a module is split or wrapped already, or a tied parameter would be split in
             two ways.
-        KindError: if a style does not support the module's class, or is a torch ParallelStyle.
+        KindError: if a style does not support the module's class, or is a torch ParallelStyle; or
+            if the model's output on the example holds no tensor, or a parameter has no values.
         ShapeError: if a size is smaller than the axis, or a ``column`` layer would be split inside
             a head (its parent has a ``head_dim``).
         MeshError: if ``mesh`` does not have exactly one axis.
         NotInGroupError: if this rank is not in the mesh.
-        UnequalError: if ranks hold different modules and ``check`` is True.
+        UnequalError: if ranks hold different modules and ``check`` is True, if the example differs
+            between ranks, or if the split model computes something else on it; on every rank. It
+            names the first module whose output differs, else the first such gradient.
 
     Example:
         >>> import torch, meshdist as md
@@ -375,7 +372,7 @@ def parallelize(
         ...     md.seed(0)
         ...     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
         ...     x, whole = torch.ones(1, 4), model(torch.ones(1, 4))
-        ...     md.parallelize(model, mesh["tp"], {"0": "column", "1": "row"})
+        ...     md.parallelize(model, mesh["tp"], {"0": "column", "1": "row"}, example=(x,))
         ...     return tuple(model[0].weight.shape), torch.allclose(model(x), whole)
         >>> md.simulate(program, 2)
         [((3, 4), True), ((3, 4), True)]
@@ -420,11 +417,11 @@ def parallelize(
             except BaseException:
                 before.restore()
                 raise
-    _warn_of_norms(module, assigned, axis)
+    warn_of_norms(module, assigned, axis)
     if mesh.size() > 1:
-        _warn_of_dropout(module, assigned)
+        warn_of_dropout(module, assigned)
         if example is None:
-            _warn_of_packed(assigned)
+            warn_of_packed(assigned)
     return module
 
 
@@ -461,93 +458,6 @@ def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
             "ranks; or pass check=False if you load values later"
         )
         raise
-
-
-def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:
-    """Warn of norm layers that a plan omits although it splits the sequence."""
-    if not any("sequence" in each.style for each in assigned):
-        return
-    named = {id(each.module) for each in assigned}
-    excluded = [
-        name
-        for name, module in model.named_modules()
-        if type(module).__name__.endswith("Norm")
-        and id(module) not in named
-        # If the norm is annotated, the user has handled it.
-        and any(find_type(x) is None for x in module.parameters(recurse=False))
-    ]
-    if excluded:
-        summary = "parallelize: the plan splits the sequence but omits norm layers"
-        warn_caller(
-            explain_text(
-                summary,
-                expected=f"'reduced' for each norm whose input is split over {axis!r} (otherwise "
-                "its gradient is only this rank's part, outside md.typed)",
-                found=first_texts(excluded, ", "),
-                fix="add them to the plan; if a norm reads complete sequences, annotate it: "
-                "md.annotate(model, {'norm.*': '...'}, mesh=mesh)",
-            )
-        )
-
-
-def _warn_of_packed(assigned: list[Assignment]) -> None:
-    """Warn of column layers with names of packed projections."""
-    packed = [
-        each.name
-        for each in assigned
-        if STYLES[each.style].becomes is ColumnParallelLinear
-        and "whole" not in each.style
-        and _PACKED.fullmatch(each.name.rpartition(".")[2])
-    ]
-    if packed:
-        warn_caller(
-            explain_text(
-                "parallelize: a column layer is named like a packed projection",
-                expected="features stored head by head (if q, k and v are stored one after the "
-                "other, chunk(3) of a rank's part mixes them)",
-                found=first_texts(packed, ", "),
-                fix="split it into one layer for each projection, or use 'column_whole'; if its "
-                "features are stored head by head, pass example=(x,), which compares outputs, or\n"
-                "warnings.filterwarnings('ignore', '.*named like a packed projection')",
-            )
-        )
-
-
-def _warn_of_dropout(model: nn.Module, assigned: list[Assignment]) -> None:
-    """Warn of active dropout next to split layers that a plan omits."""
-    named = {id(each.module) for each in assigned}
-    split = {id(each.module) for each in assigned if STYLES[each.style].takes is not None}
-    inside = tuple(f"{each.name}." * bool(each.name) for each in assigned if each.style in DRAWS)
-    found = []
-    for path, parent in model.named_modules():
-        children = dict(parent.named_children())
-        if split.isdisjoint(map(id, children.values())):
-            continue
-        for leaf, module in {"": parent, **children}.items():
-            name = ".".join(filter(None, (path, leaf)))
-            if _drops(module) and id(module) not in named and not f"{name}.".startswith(inside):
-                found.append(name or type(module).__name__)
-    if found:
-        warn_caller(
-            explain_text(
-                "parallelize: the plan omits active dropout next to split layers",
-                expected="'own_draws' for dropout on split features or heads, whose masks must "
-                "differ between ranks, and 'whole_draws' for all other dropout",
-                found=first_texts(list(dict.fromkeys(found)), ", "),
-                fix="add them to the plan",
-            )
-        )
-
-
-def _drops(module: nn.Module) -> bool:
-    """Return whether a module itself draws for dropout when it runs."""
-    is_dropout = "dropout" in type(module).__name__.lower()
-    rates = [
-        value
-        for name, value in vars(module).items()
-        if "dropout" in name or (name == "p" and is_dropout)
-    ]
-    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _axis_of(mesh: object) -> str:

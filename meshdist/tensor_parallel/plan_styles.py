@@ -42,6 +42,15 @@ class Style:
     backward: str
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """A module, its name in the model, and its style."""
+
+    name: str
+    module: nn.Module
+    style: str
+
+
 _COLUMN = nn.Linear, ColumnParallelLinear, "out_features"
 _ROW = nn.Linear, RowParallelLinear, "in_features"
 _VOCAB = nn.Embedding, VocabParallelEmbedding, "num_embeddings"

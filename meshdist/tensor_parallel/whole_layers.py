@@ -164,11 +164,12 @@ def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
         raise
     finally:
         layer.__class__ = kind
-        for leaf, (parameter, _, annotation) in before.items():
-            current: Any = getattr(layer, leaf)
-            current.data = parts[leaf]
-            if current is parameter and annotation is not None:
-                parameter.__dict__[ANNOTATION] = annotation
+        with HiddenFromModes():
+            for leaf, (parameter, _, annotation) in before.items():
+                current: Any = getattr(layer, leaf)
+                current.data = parts[leaf]
+                if current is parameter and annotation is not None:
+                    parameter.__dict__[ANNOTATION] = annotation
         restore_annotations(layer)
 
 
@@ -227,10 +228,11 @@ class _Unwritten(TorchDispatchMode):
 
     def _memories(self) -> list[tuple[str, int]]:
         """Return the address of each split parameter."""
-        return [
-            (name, getattr(layer, leaf).untyped_storage().data_ptr())
-            for name, (layer, leaf) in self._split.items()
-        ]
+        with HiddenFromModes():
+            return [
+                (name, getattr(layer, leaf).untyped_storage().data_ptr())
+                for name, (layer, leaf) in self._split.items()
+            ]
 
     def _check(self, written: list[torch.Tensor]) -> None:
         for x in written:

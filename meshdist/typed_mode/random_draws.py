@@ -174,7 +174,10 @@ def fork_rng(
         for generator, _ in states:
             generator.manual_seed(number)
         if outer is not None and outer.number == seed_before:
-            notes[default] = _Seeding(number, (*outer.differing, (axes, found.layout)))
+            # All slices mesh["tp"] of a mesh fork equally, so the record is of the whole mesh.
+            is_slice = set(axes) <= set(found.root.axis_names)
+            layout = found.root.layout if is_slice else found.layout
+            notes[default] = _Seeding(number, (*outer.differing, (axes, layout)))
         yield
     finally:
         for generator, state in states:

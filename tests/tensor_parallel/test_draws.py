@@ -371,3 +371,20 @@ def test_active_dropout_next_to_a_split_layer_is_warned_of() -> None:
 )
 def test_other_dropout_is_not_warned_of(model: nn.Module, plan: Any, size: int) -> None:
     assert warnings_of(model, plan, size) == []
+
+
+def test_masks_of_a_function_are_equal_unless_its_module_has_a_style() -> None:
+    class Functional(nn.Sequential):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return F.dropout(super().forward(input), 0.5)
+
+    def program(is_named: bool) -> list[bool]:
+        md.seed(0)
+        plan = {"0": "column"} | ({"": "own_draws"} if is_named else {})
+        model = md.parallelize(Functional(nn.Linear(4, 64)), mesh_of(2), plan)
+        return (model(torch.ones(4)) == 0).tolist()  # type: ignore[no-any-return]
+
+    first, second = md.simulate(program, 2, args=(False,))
+    assert first == second
+    first, second = md.simulate(program, 2, args=(True,))
+    assert first != second

@@ -334,8 +334,8 @@ REFUSED: dict[
             "  where:    '0': 'row'",
             f"  expected: {PLAIN}",
             "  found:    Linear on the meta device, without values",
-            "  fix:      call module.to_empty(device=...) first; pass check=False if you load "
-            "values later",
+            "  fix:      pass check=False, and then call module.to_empty(device=...) and "
+            "md.tensor_parallel.apply(module, fn), or load values",
         ],
     ),
     "an option of embeddings": (
