@@ -2,7 +2,7 @@
 
 Forward hooks keep the outputs of all modules of the unsplit model. After the split, each output is
 compared in order of execution. An output that is split has another shape: then the outputs that
-depend on it are compared. The gradients are those of a weighted sum of the model's outputs.
+depend on it are compared. The gradients belong to a weighted sum of the model's outputs.
 
 Worked example: a softmax between a column and a row layer, on an axis 'tp' of 2 ranks.
 
@@ -165,9 +165,9 @@ class ExampleCheck:
         try:
             if found := self._reports(self._difference, error):
                 raise UnequalError(
-                    "parallelize: the split model does not compute what the unsplit model computes",
+                    "parallelize: the split model differs from the unsplit model on the example",
                     where=self._where(),
-                    expected="the outputs and gradients of the unsplit model on the example",
+                    expected="equal outputs and gradients before and after the split",
                     found=found,
                     fix=_FIX,
                 ) from error
@@ -227,12 +227,12 @@ class ExampleCheck:
         return self._tolerance if own else 0.0
 
     def _note(self, text: str, distance: float | None = None, index: int = 0) -> None:
-        """Record a difference, unless there is an earlier one."""
+        """Record the first difference; ignore later differences."""
         if self._difference is None:
             if distance is not None:
                 text += f" by up to {distance:.2g} of its largest value"
             if self._last_equal:
-                text += f"; the last equal output is that of {self._last_equal}"
+                text += f"; the last module with an equal output is {self._last_equal}"
             self._difference = sum(self._calls.values()) + index, text
 
     # -- shared -----------------------------------------------------------------------------------
@@ -331,10 +331,7 @@ def _copied(leaf: Any) -> Any:
 def _part_like(
     whole: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh
 ) -> torch.Tensor | None:
-    """Return ``whole``, or its part of this rank along the one dim in which ``shape`` differs.
-
-    None if it differs in more dims, or in another size than that of the part.
-    """
+    """Return ``whole``, or this rank's part of it if ``shape`` is the shape of a part, or None."""
     differing = [dim for dim, size in enumerate(whole.shape) if shape[dim : dim + 1] != (size,)]
     if not differing and len(shape) == whole.dim():
         return whole

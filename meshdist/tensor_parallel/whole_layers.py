@@ -1,4 +1,4 @@
-"""Initialize a split model as an unsplit one: ``md.tensor_parallel.apply``.
+"""Initialize a split model like an unsplit model: ``md.tensor_parallel.apply``.
 
 Each split layer gets its complete parameters and torch's class while the function sees it, so the
 function draws for complete matrices. All ranks draw the same numbers, and each keeps its part.
@@ -48,8 +48,8 @@ def apply(model: M, fn: Callable[[nn.Module], Any]) -> M:
     """Call ``fn`` for each module, as ``model.apply(fn)``, on complete parameters; collective.
 
     Use it to initialize a model after ``md.parallelize``: functions such as ``nn.init`` would draw
-    each part of a weight as if it were the complete weight. With equal seeds, the parameters are
-    bitwise those of a model that is initialized before the split.
+    each part of a weight as if it were the complete weight. With equal seeds, the parameters
+    are bitwise equal to an initialization before the split.
 
     While ``fn`` sees a split layer, the layer has torch's class, such as ``nn.Linear``, and its
     complete parameters with their current values. Then each rank keeps its part. While ``fn`` sees
@@ -143,7 +143,7 @@ def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
     try:
         with HiddenFromModes(), torch.no_grad():
             for leaf, spec in specs.items():
-                parameter: Any = layer._parameters[leaf]
+                parameter: Any = getattr(layer, leaf)
                 if parameter is not None:
                     dims = zip(spec.split(), parameter.shape, strict=True)
                     shape = [getattr(layer, style.cut) if "@" in dim else n for dim, n in dims]
@@ -186,7 +186,7 @@ def _check_equal(wholes: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
         )
 
 
-# -- what a parent must not change ----------------------------------------------------------------
+# -- writes of a parent ---------------------------------------------------------------------------
 
 
 def _split_parameters(
@@ -198,7 +198,7 @@ def _split_parameters(
         for layer in module.modules()
         if isinstance(layer, SplitLayer)
         for leaf in layer.specs
-        if layer._parameters[leaf] is not None
+        if getattr(layer, leaf) is not None
     }
 
 

@@ -128,7 +128,7 @@ def fork_rng(
     ``torch.utils.checkpoint`` recomputes draws the same numbers again. Generators of NumPy and
     ``random``, and generators that you pass to torch, are not changed.
 
-    Inside ``md.typed``, random values of the block vary over the axes, in addition to those of
+    Inside ``md.typed``, random values of the block vary over these axes and over the axes of
     ``md.seed``.
 
     Args:

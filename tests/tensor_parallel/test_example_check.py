@@ -23,7 +23,7 @@ from .split_models import SEQUENCE_PLAN, WHOLE_PLAN, LanguageModel, Sizes, copie
 MESHES = [(1,), (2,), (3,), (2, 2), (2, 1, 2)]
 HEADS = {"[qkv]": "column", "o": "row"}
 MLP = {"up": "column", "down": "row"}
-SUMMARY = "parallelize: the split model does not compute what the unsplit model computes\n"
+SUMMARY = "parallelize: the split model differs from the unsplit model on the example\n"
 
 
 def mesh_of(*shape: int) -> md.DeviceMesh:
@@ -223,10 +223,10 @@ def test_the_text_of_a_difference() -> None:
     assert head == (
         f"{SUMMARY}"
         "  where:    over 'tp', 2 ranks\n"
-        "  expected: the outputs and gradients of the unsplit model on the example\n"
+        "  expected: equal outputs and gradients before and after the split\n"
         "  found:    ranks 0-1: the output of mix.down, shape (2, 6, 24), float64, differs"
     )
-    assert " of its largest value; the last equal output is that of norm\n" in rest
+    assert " of its largest value; the last module with an equal output is norm\n" in rest
     assert "split packed projections, leave the number of heads open (unflatten" in rest
 
 
