@@ -28,6 +28,13 @@ def draw(x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
     return torch.rand(2) + x
 
 
+def forked(x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
+    md.seed(3)
+    with md.fork_rng("tp", mesh=mesh):
+        x = x + torch.rand(2)
+    return x + torch.rand(2)
+
+
 def typed(x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
     with md.typed(mesh):
         y = x + 1
@@ -118,6 +125,7 @@ CALLS: dict[str, Call] = {
     "annotate": lambda x, mesh: md.annotate(x * 2, varying="tp") + 1,
     "typeof": lambda x, mesh: x * len(md.typeof(x).shape),
     "seed": draw,
+    "fork_rng": forked,
     "typed": typed,
     "untyped": untyped,
     "uneven": breaking,
@@ -194,7 +202,10 @@ def answers(call: Call, is_compiled: bool) -> list[Any]:
         return [run(x.clone()), run(x.clone())]
 
 
-FIRST = ("annotate", "typeof", "seed", "typed", "untyped", "uneven", "accumulate_gradients", "DDP")
+FIRST = (
+    *("annotate", "typeof", "seed", "fork_rng", "typed", "untyped"),
+    *("uneven", "accumulate_gradients", "DDP"),
+)
 """What marks tensors, keeps notes or makes contexts: the others are collectives, or ask what is
 there."""
 

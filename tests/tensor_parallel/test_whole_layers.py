@@ -44,7 +44,7 @@ def init(module: nn.Module) -> None:
         assert module.head.weight.shape  # a parent may read
 
 
-SIZES = {"tied": Sizes(heads=6, hidden=7, is_tied=True), "layers": Sizes(heads=6, hidden=7)}
+TIED, APART = Sizes(heads=6, hidden=7, is_tied=True), Sizes(heads=6, hidden=7)
 
 
 def initialized(shape: tuple[int, ...], sizes: Sizes, plan: dict[str, str], is_meta: bool) -> None:
@@ -81,18 +81,18 @@ def initialized(shape: tuple[int, ...], sizes: Sizes, plan: dict[str, str], is_m
 
 
 @pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("plan", [WHOLE_PLAN, SEQUENCE_PLAN])
-@pytest.mark.parametrize("is_meta", [False, True])
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(
+    ("sizes", "plan", "is_meta"), [(TIED, WHOLE_PLAN, True), (APART, SEQUENCE_PLAN, False)]
+)
 def test_the_bits_of_an_initialization_before_the_split(
-    kind: str, is_meta: bool, plan: dict[str, str], shape: tuple[int, ...]
+    sizes: Sizes, plan: dict[str, str], is_meta: bool, shape: tuple[int, ...]
 ) -> None:
-    md.simulate(initialized, math.prod(shape), args=(shape, SIZES[kind], plan, is_meta))
+    md.simulate(initialized, math.prod(shape), args=(shape, sizes, plan, is_meta))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_over_processes(pool: Pool, backend: str) -> None:
-    pool.run(initialized, 2, (2,), SIZES["tied"], WHOLE_PLAN, True, backend=backend)
+    pool.run(initialized, 2, (2,), TIED, WHOLE_PLAN, True, backend=backend)
 
 
 def test_draws_on_parts_are_not_those_of_the_whole() -> None:
