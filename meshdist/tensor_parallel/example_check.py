@@ -24,7 +24,7 @@ Worked example: a softmax between a column and a row layer, on an axis 'tp' of 2
     ...     except md.errors.UnequalError as error:
     ...         return error.found.partition(" by ")[0], type(model[0]).__name__
     >>> md.simulate(program, 2)[0]
-    ('the output of 2, shape (3, 4), float32, differs', 'Linear')
+    ('ranks 0-1: the output of 2, shape (3, 4), float32, differs', 'Linear')
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class ExampleCheck:
                     fix=_FIX,
                 ) from error
         finally:
-            del error  # A cycle with this frame would keep the graph, and thus shapes of gradients.
+            del error  # A cycle of the error and this frame would keep the graph in memory.
 
     def _compare(self, name: str, output: Any) -> None:
         kept, found = self._outputs.pop((name, self._calls[name]), []), tensors_in(output)

@@ -407,7 +407,7 @@ def parallelize(
                     specs[parameter] = spec
         before = None if checked is None else _Unsplit(assigned)
         for parameter, part in parts.items():
-            parameter.data = part
+            _set_data(parameter, part)
     for each in assigned:
         _change(each, mesh)
     if checked is not None and before is not None:
@@ -443,9 +443,18 @@ class _Unsplit:
             for key in module._forward_hooks.keys() - hooks:
                 del module._forward_hooks[key]
         for parameter, data, attributes in self._parameters:
-            parameter.data = data
+            _set_data(parameter, data)
             vars(parameter).clear()
             vars(parameter).update(attributes)
+
+
+def _set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Set the data of a parameter to data of another shape."""
+    # A graph of an earlier forward that is still in memory keeps the parameter's gradient
+    # accumulator, which raises for another shape. torch replaces it only for another dtype.
+    other = torch.float32 if data.dtype is torch.float16 else torch.float16
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
 
 
 def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -96,6 +96,22 @@ def test_an_optimizer_that_was_made_before_trains_the_parts() -> None:
     assert min(md.simulate(program, 2)) > 0.01
 
 
+def test_a_graph_from_before_the_split_does_not_disturb_later_gradients() -> None:
+    def program() -> float:
+        model = make()
+        text = torch.tensor([[1, 2]])
+        kept = model(text)
+        md.parallelize(model, mesh_of(2)["tp"], WHOLE_PLAN, example=(text,))
+        model(text).square().sum().backward()
+        whole = make()
+        whole(text).square().sum().backward()
+        assert distance(model(text), kept) < 1e-13
+        part = md.shard(whole.head.weight.grad, "c@tp d", mesh_of(2))
+        return distance(model.head.weight.grad, part)
+
+    assert max(md.simulate(program, 2)) < 1e-13
+
+
 def test_a_module_that_has_several_names_is_split_once() -> None:
     def program() -> list[tuple[int, ...]]:
         mesh = mesh_of(2)
