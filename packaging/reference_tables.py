@@ -22,6 +22,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "packaging")]
 
+import benchmark_tables  # noqa: E402
 from raised_errors import all_errors, cell, table  # noqa: E402
 
 from meshdist import DistributedDataParallel  # noqa: E402
@@ -46,6 +47,7 @@ PAGES = {
         "reference/ddp.md",
         "how-to/launch.md",
         "contributing/architecture.md",
+        "explanation/benchmarks.md",
     )
 }
 
@@ -53,6 +55,10 @@ PAGES = {
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(text or " " for text in line) + " |\n" for line in lines)
+
+
+def _as_markdown(cells: Callable[[], benchmark_tables.Cells]) -> Callable[[], str]:
+    return lambda: _markdown(*cells())
 
 
 def _code(names: Sequence[str]) -> str:
@@ -463,6 +469,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "undetected mistakes": undetected_mistakes,
     "ddp options": ddp_options,
     "modules": modules,
+    **{name: _as_markdown(cells) for name, cells in benchmark_tables.TABLES.items()},
 }
 _MARKED = re.compile(r"(<!-- ([a-z ]+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
 
