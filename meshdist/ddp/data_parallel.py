@@ -87,7 +87,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             the CPU or several devices.
         output_device: the device to which outputs are moved; by default the device of
             ``device_ids``.
-        dim, batched_grad_copy, check_reduction: without effect; ``check_reduction`` warns.
+        dim, batched_grad_copy: without effect.
+        check_reduction: without effect; True warns.
         broadcast_buffers: the older name of ``forward_sync_buffers``; False never broadcasts
             buffers, even on construction.
         init_sync: False skips comparison and broadcast on construction.
