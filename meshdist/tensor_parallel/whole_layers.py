@@ -10,6 +10,17 @@ Worked example: a weight of 4 rows, split over an axis 'tp' of 2 ranks, and a ge
     the layer's part     [0, 0]         [0, 0]
     while fn sees it     [1, 2, 3, 4]   [1, 2, 3, 4]
     its part after it    [1, 2]         [3, 4]       drawn on parts: [1, 2] twice
+
+    >>> import torch, meshdist as md
+    >>> def program():
+    ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     layer = torch.nn.Linear(1, 4, bias=False, device="meta")
+    ...     md.parallelize(layer, mesh["tp"], {"": "column"}, check=False)
+    ...     layer.to_empty(device="cpu").weight.data.zero_()
+    ...     apply(layer, lambda layer: layer.weight.data.copy_(torch.arange(1, 5)[:, None]))
+    ...     return layer.weight.flatten().tolist()
+    >>> md.simulate(program, 2)
+    [[1.0, 2.0], [3.0, 4.0]]
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def model_of(mesh: md.DeviceMesh | None, dropout: float = 0.0) -> nn.Module:
     ).double()
     if mesh is None:
         return model
-    md.parallelize(model, mesh["tp"], {"0": "column", "3": "row"})
+    md.parallelize(model, mesh["tp"], {"0": "column", "2": "own_draws", "3": "row"})
     return md.DDP(model, device_mesh=mesh["dp"])
 
 
