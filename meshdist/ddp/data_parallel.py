@@ -17,7 +17,7 @@ from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.graph_breaks import untraced
+from ..runtime.graph_breaks import graphs_split_at_buckets, untraced, untraced_frame
 from ..typed_mode.module_annotations import restore_annotations
 from .axis_reducer import AxisReducer
 from .bucket_layout import ReductionOptions, bucket_caps
@@ -311,6 +311,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
     # -- training ---------------------------------------------------------------------------------
 
+    @untraced_frame
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast the buffers of the axis's first rank, then run the module's forward.
 
@@ -324,7 +325,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             inputs, kwargs = moved((inputs, kwargs), self.device)
         if self._cast is not None:
             inputs, kwargs = self._cast.cast_inputs((inputs, kwargs))
-        outputs = self.module(*inputs, **kwargs)
+        with graphs_split_at_buckets(self.bucket_bytes_cap):
+            outputs = self.module(*inputs, **kwargs)
         if self.output_device is not None and self.output_device != self.device:
             outputs = moved(outputs, self.output_device)
         return self._end_forward(outputs)
