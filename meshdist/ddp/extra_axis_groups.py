@@ -15,7 +15,7 @@ from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..mesh.layout_arguments import no_axis
-from ..typed_mode.type_errors import axes_argument, mesh_text, tensor_text
+from ..typed_mode.type_errors import mesh_text, tensor_text
 from .reduction import find_further_axes
 
 
@@ -184,11 +184,10 @@ def check_experts_over(given: object, axes: DeviceMesh | None) -> tuple[str, ...
             where = f"experts_over of DDP over {shown(axes.axis_names)} of {mesh_text(axes.root)}"
             error = no_axis(axis, axes.axis_names, where)
             if axis in axes.root.axis_names:
-                both = axes_argument(
-                    [a for a in axes.root.axis_names if a in axes.axis_names or a == axis]
-                )
+                both = [a for a in axes.root.axis_names if a in axes.axis_names or a == axis]
                 error.add_fix(
-                    f"pass device_mesh=mesh[{both}] if the ranks along {axis!r} have different data"
+                    f"pass device_mesh=mesh[{shown(both)}] if the ranks along {axis!r} have "
+                    "different data"
                 )
             raise error
     return tuple(dict.fromkeys(names))
