@@ -51,7 +51,7 @@ class Mixture(nn.Module):
             every = torch.einsum("tef,efd->ted", self.hidden(rows), self.down)
             y = torch.einsum("tk,tkd->td", weights, every[torch.arange(len(rows))[:, None], chosen])
         else:
-            share = lax.pmean(share, ("dp", "ep"), mesh=self.mesh)
+            share = lax.pmean(share, self.mesh.axis_names, mesh=self.mesh)
             sent, route = md.experts.dispatch(rows, chosen, "ep", EXPERTS, mesh=self.mesh)
             with md.untyped():  # the counts may differ between ranks
                 counts = route.counts.tolist()
@@ -147,7 +147,7 @@ def trained(
 ) -> tuple[Gpt, Any, list[torch.Tensor]]:
     """Return the model, its optimizer, and the losses and norms of its steps."""
     net = Gpt(mesh)
-    model = md.DDP(net, device_mesh=mesh["dp", "ep"], experts_over="ep", **options)
+    model = md.DDP(net, device_mesh=mesh, experts_over="ep", **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.5)
     return net, optimizer, steps_of(model, net, optimizer, range(steps), way)
 
@@ -158,9 +158,9 @@ def steps_of(
     mesh, found = net.mixture.mesh, []
     for step in steps:
         optimizer.zero_grad()
-        tokens = md.shard(texts(step), "b@(dp,ep) s", mesh)
+        tokens = md.shard(texts(step), f"b@({','.join(mesh.axis_names)}) s", mesh)
         with torch.no_grad():
-            loss = lax.pmean(net.loss(net, tokens), ("dp", "ep"), mesh=mesh)
+            loss = lax.pmean(net.loss(net, tokens), mesh.axis_names, mesh=mesh)
         way(model, net, tokens)
         found += [loss, md.clip_grad_norm_(net.parameters(), 0.5, mesh=mesh)]
         optimizer.step()
@@ -186,7 +186,9 @@ def program(shape: tuple[int, ...], way: Backward = one_batch, **options: Any) -
     return distance(net, found)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (1, 2), (1, 4), (2, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (2, 2), (1, 2), (1, 4), (2, 1), (4, 2), (2, 1, 2), (2, 2, 2)], ids=str
+)
 def test_it_trains_as_one_process(shape: tuple[int, ...]) -> None:
     assert max(md.simulate(program, math.prod(shape), args=(shape,))) < 1e-12
 
@@ -220,6 +222,23 @@ def test_over_processes(pool: Pool, backend: str) -> None:
 
 def over_processes() -> float:
     return max(program((1, 2), way) for way in WAYS)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_parameter_that_is_frozen_on_one_rank(pool: Pool, backend: str) -> None:
+    for text in pool.run(frozen_on_one_rank, 4, backend=backend):
+        assert "found:    rank 3: own (index 0)\n" in text
+
+
+def frozen_on_one_rank() -> str:
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    net, model = expert_and_own(mesh)
+    if md.get_rank() == 3:
+        net.own.requires_grad_(False)
+    model(torch.ones((), dtype=F64)).backward()
+    with pytest.raises(GradientError) as raised:
+        model.check_gradients()
+    return str(raised.value)
 
 
 def test_a_checkpoint_goes_on_over_another_mesh(tmp_path: Path) -> None:
@@ -323,6 +342,22 @@ def test_several_axes_of_experts() -> None:
         for name, holders in ranks.items():
             wanted = sum(1 + r for r in holders) / 8
             assert found[name] == (holders[0], pytest.approx(wanted)), name
+
+
+def test_shards_of_tensor_parallelism_would_be_divided() -> None:
+    """A mistake that no check can find: the ranks along 'tp' have equal data."""
+
+    def divided() -> list[float]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        found = []
+        for axes, over in (("dp", None), (("dp", "tp"), "tp")):
+            net = Numbers({"own": "d", "shard": "d@tp"}, mesh)
+            model = md.DDP(net, device_mesh=mesh[axes], experts_over=over)
+            model(torch.ones((), dtype=F64)).backward()
+            found.append(net.shard.grad[0].item())
+        return found
+
+    assert md.simulate(divided, 4) == [[1.0, 0.5]] * 4
 
 
 SUBMESHES = {
