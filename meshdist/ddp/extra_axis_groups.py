@@ -25,8 +25,8 @@ class ExtraAxisGroups:
 
     Args:
         all_ranks: the union of all groups, which exchanges status flags.
-        by_name: by parameter name, the group over which its replicas are equal: over its additional
-            axes and those of the wrapper's axes over which it does not vary.
+        by_name: by parameter name, the group over its additional axes and the wrapper's, without
+            axes over which it varies.
         groups: the same for trained parameters, by index.
     """
 
