@@ -270,11 +270,12 @@ def lay(
         )
     ]
     own = [index for index in order if index not in extra_groups.groups]
-    # The status flags are sent with the last bucket if its group has all ranks.
-    others = sorted(
-        extra_groups.groups,
-        key=lambda index: (extra_groups.groups[index] is extra_groups.all_ranks, index),
-    )
+    # Experts differ in size between ranks, and so in their number of buckets. With the buckets of a
+    # group next to each other, ranks that share several groups still use them in one order. The
+    # status flags are sent with the last bucket if its group has all ranks.
+    numbers_of = {over: n for n, over in enumerate(dict.fromkeys(extra_groups.groups.values()))}
+    numbers_of[extra_groups.all_ranks] = len(numbers_of)
+    others = sorted(extra_groups.groups, key=lambda i: (numbers_of[extra_groups.groups[i]], i))
     laid = lay_out(
         items,
         [index for index in (*own, *others) if index not in unsent],

@@ -27,7 +27,7 @@ from meshdist.errors import (
 from tests.pool import Pool
 
 F64 = torch.float64
-WIDTH, EXPERTS, CHOSEN, VOCABULARY, LENGTH, BATCH, STEPS = 6, 4, 2, 11, 5, 8, 4
+WIDTH, EXPERTS, CHOSEN, VOCABULARY, LENGTH, BATCH, STEPS = 6, 4, 2, 11, 5, 24, 4
 SPECS = {"*.up": "e@ep d f", "*.down": "e@ep f d"}
 
 
@@ -187,7 +187,9 @@ def program(shape: tuple[int, ...], way: Backward = one_batch, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (2, 2), (1, 2), (1, 4), (2, 1), (4, 2), (2, 1, 2), (2, 2, 2)], ids=str
+    "shape",
+    [(1, 1), (2, 2), (1, 2), (1, 4), (2, 1), (4, 2), (4,), (1, 3), (2, 1, 2), (2, 2, 2)],
+    ids=str,
 )
 def test_it_trains_as_one_process(shape: tuple[int, ...]) -> None:
     assert max(md.simulate(program, math.prod(shape), args=(shape,))) < 1e-12
@@ -221,7 +223,7 @@ def test_over_processes(pool: Pool, backend: str) -> None:
 
 
 def over_processes() -> float:
-    return max(program((1, 2), way) for way in WAYS)
+    return max(program((2,)), *(program((1, 2), way) for way in WAYS))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
