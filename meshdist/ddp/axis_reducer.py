@@ -135,9 +135,8 @@ class AxisReducer:
 def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
     """Return the error for a ``tensor`` whose type is not equal along ``axis``."""
     kind = KINDS[kinds_in(type_of(tensor))[axis]]
-    fix = "pass as device_mesh= only axes along which the model is replicated, without " + repr(
-        axis
-    )
+    fix = "pass as device_mesh= only axes along which the model is replicated, "
+    fix += f"without {axis!r}"
     if not isinstance(tensor, torch.nn.Parameter):
         fix += "; or pass broadcast_buffers=False, which leaves buffers as they are"
     elif kind == KINDS["V"]:

@@ -116,10 +116,10 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         skip_all_reduce_unused_params: promises that parameters unused on all ranks in the first
             step stay unused; never sends them.
         forward_sync_buffers: False does not broadcast buffers after construction.
-        experts_over: the axis, or axes, of ``device_mesh`` over which experts are sharded and
-            annotated. DDP averages their gradients, and makes them equal, over the other axes only,
-            and divides the gradients by the size of this axis, along which
-            ``md.experts.dispatch`` brings the tokens of all ranks.
+        experts_over: an axis of ``device_mesh``, or several, over which annotated experts are
+            sharded. DDP makes them equal, and averages their gradients, over the other axes only.
+            It divides these gradients by the size of the axis, because ``md.experts.dispatch``
+            sends tokens of all its ranks to an expert.
         verify_every: compare replicas bitwise after averaged backwards 2, 10, 100 and every
             ``verify_every``-th; 0: never.
 
@@ -133,8 +133,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             has no mesh; or no parameter varies over ``experts_over``.
         AxisError: a tensor is annotated as reduced over an axis that the mesh lacks; or
             ``experts_over`` is not an axis of ``device_mesh``.
-        MeshError: no axes are given while a mesh of several axes is open; or an unannotated tensor
-            is equal along one axis and differs along another.
+        MeshError: no axes are given while a mesh of several axes is open; an unannotated tensor is
+            equal along one axis and differs along another; or ``experts_over`` without named axes.
         GradientError: the module has no parameter that requires a gradient.
 
     Example:
@@ -198,12 +198,12 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         older, newer = broadcast_buffers, forward_sync_buffers
         reject_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)
         reject_both(MeshError, process_group=process_group, device_mesh=device_mesh)
-        cut_over = check_experts_over(experts_over, device_mesh)
+        expert_axes = check_experts_over(experts_over, device_mesh)
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.device_mesh = device_mesh
         state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
         weights = module_state(module, self.parameters_to_ignore, with_buffers=False)
-        self._experts = find_experts(weights, cut_over)
+        self._experts = find_experts(weights, expert_axes)
         checked = state if init_sync else trained
         reject_marked_shards(checked, self.process_group, device_mesh, self._experts)
         if process_group is None and device_mesh is None:
@@ -231,7 +231,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
                 device = next(iter(trained.values())).device
                 reject_probable_shards(without_annotations(state), self.device_mesh, device)
         # After the comparison: a rank without experts must not raise alone.
-        reject_no_experts(weights, self._experts, cut_over, device_mesh)
+        reject_no_experts(weights, self._experts, expert_axes, device_mesh)
         self._adopt(module)
         if init_sync:
             try:
