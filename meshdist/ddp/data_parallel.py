@@ -17,7 +17,7 @@ from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.graph_breaks import untraced
+from ..runtime.graph_breaks import graphs_split_at_buckets, untraced, untraced_frame
 from ..typed_mode.module_annotations import restore_annotations
 from .axis_reducer import AxisReducer
 from .bucket_layout import ReductionOptions, bucket_caps
@@ -87,16 +87,20 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             the CPU or several devices.
         output_device: the device to which outputs are moved; by default the device of
             ``device_ids``.
-        dim, batched_grad_copy, check_reduction: without effect; the last warns.
-        broadcast_buffers: False never broadcasts buffers, even on construction.
+        dim, batched_grad_copy: without effect.
+        check_reduction: without effect; True warns.
+        broadcast_buffers: the older name of ``forward_sync_buffers``; False never broadcasts
+            buffers, even on construction.
         init_sync: False skips comparison and broadcast on construction.
-        process_group: the ranks over which gradients are averaged; or
-        device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. With
-            neither, all ranks, unless a mesh of several axes is open. Gradients of parameters
-            annotated as reduced over additional axes of that mesh are also summed over them.
-        bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first bucket.
+        process_group: the ranks over which gradients are averaged, unless you pass ``device_mesh``.
+        device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. Without it
+            and ``process_group``, all ranks, unless a mesh of several axes is open. Gradients of
+            parameters annotated as reduced over additional axes of that mesh are also summed over
+            them.
+        bucket_cap_mb: the size of a bucket in MiB, above 0; by default 25, and 1 for the first
+            bucket.
         bucket_cap_mb_list: a size per bucket, instead of ``bucket_cap_mb``; the last applies to all
-            further buckets.
+            further buckets. An empty list means None.
         find_unused_parameters: True allows missing gradients on a rank. Parameters used on some
             rank get the mean over all ranks; unused parameters keep their ``.grad``.
         gradient_as_bucket_view: False keeps gradients outside the buckets, which costs memory and a
@@ -104,12 +108,14 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         static_graph: promises that every backward computes the same gradients as the first, equally
             often; gradients missing in the first are then no error.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are sent together
-            after the gradient of
-        param_to_hook_all_reduce: this parameter; they are averaged when ``backward()`` returns.
-        mixed_precision: see ``MixedPrecision``.
+            after the gradient of ``param_to_hook_all_reduce``; they are averaged when
+            ``backward()`` returns.
+        param_to_hook_all_reduce: the parameter after whose gradient the delayed gradients are sent.
+        mixed_precision: the dtypes in which DDP computes and sends; see ``MixedPrecision``.
         skip_all_reduce_unused_params: promises that parameters unused on all ranks in the first
             step stay unused; never sends them.
-        forward_sync_buffers: False does not broadcast buffers after construction.
+        forward_sync_buffers: False does not broadcast buffers after construction; by default each
+            forward broadcasts them.
         verify_every: compare replicas bitwise after averaged backwards 2, 10, 100 and every
             ``verify_every``-th; 0: never.
 
@@ -305,6 +311,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
     # -- training ---------------------------------------------------------------------------------
 
+    @untraced_frame
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast the buffers of the axis's first rank, then run the module's forward.
 
@@ -318,7 +325,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             inputs, kwargs = moved((inputs, kwargs), self.device)
         if self._cast is not None:
             inputs, kwargs = self._cast.cast_inputs((inputs, kwargs))
-        outputs = self.module(*inputs, **kwargs)
+        with graphs_split_at_buckets(self.bucket_bytes_cap):
+            outputs = self.module(*inputs, **kwargs)
         if self.output_device is not None and self.output_device != self.device:
             outputs = moved(outputs, self.output_device)
         return self._end_forward(outputs)
