@@ -16,7 +16,7 @@ from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import first_texts, with_article
 from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
-from ..lax.equality_checks import assert_equal
+from ..lax.equality_checks import check_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries
 from ..sharding.api import shard
@@ -460,7 +460,7 @@ def _set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
 def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise UnequalError on every rank if ranks hold different models; collective."""
     try:
-        assert_equal(model, mesh)
+        check_equal("parallelize", model, mesh)
     except UnequalError as error:
         error.add_fix(
             "call md.seed(0) on every rank before you create the model, or load one file on all "

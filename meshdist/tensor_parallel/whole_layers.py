@@ -39,7 +39,7 @@ from ..collectives.torch_private import HiddenFromModes
 from ..collectives.value_comparison import agree
 from ..error_text import with_article
 from ..errors import ArgumentError, KindError, UnequalError
-from ..lax.equality_checks import assert_equal
+from ..lax.equality_checks import check_equal
 from ..mesh.device_mesh import DeviceMesh
 from ..sharding.api import shard, unshard
 from ..typed_mode.function_rules import tensors_in
@@ -123,7 +123,7 @@ def apply(model: M, fn: Callable[[nn.Module], Any]) -> M:
     _apply(model, fn, names)
     for mesh in dict.fromkeys(layer.mesh for layer in layers):
         try:
-            assert_equal(model, mesh)
+            check_equal("md.tensor_parallel.apply", model, mesh)
         except UnequalError as error:
             error.add_fix(_FIX)
             raise
