@@ -303,6 +303,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "checkpointer",
             "preemption",
         ),
+        "attention": ("attention",),
         "torch_backends": ("torch_backends",),
     },
     {"bench": ("sides", "worker", "measurement", "reports")},
