@@ -28,6 +28,7 @@ has one block and rank 3 has four.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -157,14 +158,16 @@ def context_parallel(
         )
     factor = None if scale is None else float(get_number(scale, f"{_CALL}: scale"))
     typed = find_typed_operation(_CALL, axis)
+    result: T
     if typed is None:
-        return _attention(q, k, v, group, causal, method, layout, factor)
+        result = _attention(q, k, v, group, causal, method, layout, factor)
+        return result
     for name, x in zip("qkv", (q, k, v), strict=True):
         if isinstance(x, torch.Tensor):
             typed.result_type(x, name)
-    operands, text = typed.joined(q, k, v)
+    (queries, keys, values), text = typed.joined(q, k, v)
     with HiddenFromModes():
-        result: T = _attention(*operands, group, causal, method, layout, factor)
+        result = _attention(queries, keys, values, group, causal, method, layout, factor)
         mark(result, text)  # an array of another library has no type
     return result
 
@@ -216,7 +219,9 @@ def positions(length: int, axis: DeviceMesh, layout: str = "contiguous") -> torc
     indices = torch.arange(length, device=axis.device_type).chunk(parts)
     own = torch.cat([indices[me], indices[-1 - me]]) if layout == "zigzag" else indices[me].clone()
     mode = find_context()
-    kinds = dict.fromkeys(axis.axis_names, "V") if mode is None else kinds_over(mode.mesh, group, "V")
+    kinds = (
+        dict.fromkeys(axis.axis_names, "V") if mode is None else kinds_over(mode.mesh, group, "V")
+    )
     set_type(own, type_text(kinds))
     return own
 
@@ -261,17 +266,31 @@ class _Call:
     is_zigzag: bool
     scale: float
 
-    def send(self, block: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """Start to send ``block`` to the next rank; return the arriving block and its Work."""
+    def send(self, block: torch.Tensor, arriving: torch.Tensor) -> Work:
+        """Start to send ``block`` to the next rank, and to receive ``arriving``."""
         me, size = self.group.rank(), self.group.size()
         sent, received = [0] * size, [0] * size
         sent[(me + 1) % size] = received[me - 1] = block.numel()
-        arriving = new_like(block)
         # A collective instead of messages: ranks compare their calls, so a mismatch cannot hang.
         given = arriving.view(-1), block.view(-1), received, sent
         work = run_named("all_to_all_single", self.group, self.name, *given, async_op=True)
         assert work is not None
-        return arriving, work
+        return work
+
+    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield [k, v] of this rank, of the rank before it, and so on around the ring.
+
+        While the caller uses a block, the next one arrives in the memory of the block before.
+        """
+        size = self.group.size()
+        block = torch.stack([k, v])
+        arriving = new_like(block) if size > 1 else block
+        for _ in range(size - 1):
+            work = self.send(block, arriving)
+            yield block
+            work.wait()
+            block, arriving = arriving, block
+        yield block
 
     def meeting(self, step: int, length: int) -> tuple[slice, slice] | None:
         """Return the own queries and the received keys that meet in a step; None without any."""
@@ -304,21 +323,20 @@ def _attention(
     scale: float | None,
 ) -> Any:
     """Check the tensors, and compute their attention by ``method``."""
-    tensors = [
+    queries, keys, values = (
         as_tensor(x, argument=name, operation=_CALL, writable=False)
-        for name, x in zip("qkv", (q, k, v), strict=True)
-    ]
-    device = tensors[0].device.type
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    device = queries.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        tensors = [
+        queries, keys, values = (
             x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
-            for x in tensors
-        ]
-    _check_tensors(*tensors, group, layout)
-    queries, keys, _ = tensors
+            for x in (queries, keys, values)
+        )
+    _check_tensors(queries, keys, values, group, layout)
     if method == "ring":
-        _check_kernel(*tensors, group, causal)
+        _check_kernel(queries, keys, values, group, causal)
     else:
         _check_heads(queries, keys, group)
     scale = queries.shape[3] ** -0.5 if scale is None else scale
@@ -326,9 +344,9 @@ def _attention(
     name = _name_of(method, layout, causal, scale, *shapes, dtype_name(queries.dtype))
     call = _Call(group, name, causal, layout == "zigzag", scale)
     if method == "ring":
-        out, *_ = call_function(_Ring, *tensors, call)
+        out, *_ = call_function(_Ring, queries, keys, values, call)
     else:
-        out = _by_heads(*tensors, call)
+        out = _by_heads(queries, keys, values, call)
     return like(out, q)
 
 
@@ -427,21 +445,23 @@ def _check_kernel(
 def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
     """Exchange tokens for heads, compute attention of whole sequences, and exchange back."""
     group, size = call.group, call.group.size()
+
+    def moved(x: torch.Tensor, name: str, split: int, joined: int) -> torch.Tensor:
+        name = f"{name} of {call.name}"
+        return all_to_all(x, group, split, joined, tiled=True, leaf_name=name)
+
+    q, k, v = moved(q, "q", 1, 2), moved(k, "k", 1, 2), moved(v, "v", 1, 2)
     # The chunks in the order of ranks: 0 3 1 2 of two ranks in a zigzag.
     arrived = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
     is_mixed = call.is_zigzag and call.is_causal
-    tensors = []
-    for x, its_name in ((q, "q"), (k, "k"), (v, "v")):
-        x = all_to_all(x, group, 1, 2, tiled=True, leaf_name=f"{its_name} of {call.name}")
-        if is_mixed:
-            x = _chunks_in(sorted(range(2 * size), key=arrived.__getitem__), x)
-        tensors.append(x)
-    out = F.scaled_dot_product_attention(
-        *tensors, is_causal=call.is_causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
     if is_mixed:
-        out = _chunks_in(arrived, out)
-    return all_to_all(out, group, 2, 1, tiled=True, leaf_name=f"result of {call.name}")
+        order = sorted(range(2 * size), key=arrived.__getitem__)
+        q, k, v = (_chunks_in(order, x) for x in (q, k, v))
+    has_groups = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=call.is_causal, scale=call.scale, enable_gqa=has_groups
+    )
+    return moved(_chunks_in(arrived, out) if is_mixed else out, "result", 2, 1)
 
 
 def _chunks_in(order: list[int], x: torch.Tensor) -> torch.Tensor:
@@ -456,20 +476,14 @@ class _Ring(Function):
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     ) -> tuple[torch.Tensor, ...]:
-        size = call.group.size()
-        if size > 1:
-            arriving, work = call.send(torch.stack([k, v]))
-        out, lse, *random = _block(q, k, v, call.is_causal, call.scale)
+        blocks = call.blocks(k, v)
+        out, lse, *random = _block(q, next(blocks), call.is_causal, call.scale)
         out = out.to(lse.dtype)
-        for step in range(1, size):
-            work.wait()
-            kv = arriving
-            if step < size - 1:
-                arriving, work = call.send(kv)
+        for step, kv in enumerate(blocks, 1):
             if (met := call.meeting(step, q.shape[2])) is None:
                 continue
             rows, keys = met
-            more, its_lse, *_ = _block(q[:, :, rows], *kv[:, :, :, keys], False, call.scale)
+            more, its_lse, *_ = _block(q[:, :, rows], kv[:, :, :, keys], False, call.scale)
             own_lse = lse[:, :, rows]
             weight = (its_lse - own_lse).sigmoid().unsqueeze(-1)
             out[:, :, rows].lerp_(more.to(out.dtype), weight)
@@ -501,39 +515,31 @@ class _RingGradient(Function):
         lse: torch.Tensor,
         *random: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        size = call.group.size()
-        if size > 1:
-            arriving, work = call.send(torch.stack([k, v]))
-        of_q, *of_own = _block_gradient(
-            grad, q, k, v, out, lse, random, call.is_causal, call.scale
-        )
+        blocks = call.blocks(k, v)
+        of_rows = grad, q, out, lse
+        of_q, *of_own = _block_gradient(of_rows, next(blocks), random, call.is_causal, call.scale)
         of_q, own = of_q.to(lse.dtype), torch.stack(of_own).to(lse.dtype)
-        # Of keys and values of other ranks; what arrives last belongs to this rank.
-        of_kv = torch.zeros_like(own) if size > 1 else own
-        for step in range(1, size):
-            work.wait()
-            kv = arriving
-            if step < size - 1:
-                arriving, work = call.send(kv)
+        of_kv = arriving = own  # of the other ranks' keys and values, from step 1 on
+        work: Work | None = None
+        for step, kv in enumerate(blocks, 1):
             met = call.meeting(step, q.shape[2])
             if met is not None:
                 rows, keys = met
-                of_rows = (x[:, :, rows] for x in (grad, q))
-                rest = (x[:, :, rows] for x in (out, lse))
-                block = _block_gradient(
-                    *of_rows, *kv[:, :, :, keys], *rest, random, False, call.scale
-                )
-            if step > 1:
-                kv_work.wait()
-                of_kv = kv_arriving
+                met_rows = [x[:, :, rows] for x in of_rows]
+                block = _block_gradient(met_rows, kv[:, :, :, keys], random, False, call.scale)
+            if work is None:
+                of_kv, arriving = torch.zeros_like(own), new_like(own)
+            else:
+                work.wait()
+                of_kv, arriving = arriving, of_kv
             if met is not None:
                 of_q[:, :, rows] += block[0]
                 of_kv[0][:, :, keys] += block[1]
                 of_kv[1][:, :, keys] += block[2]
-            kv_arriving, kv_work = call.send(of_kv)
-        if size > 1:
-            kv_work.wait()
-            own += kv_arriving
+            work = call.send(of_kv, arriving)
+        if work is not None:
+            work.wait()
+            own += arriving
         return of_q.to(q.dtype), *own.to(k.dtype)
 
     @staticmethod
@@ -552,10 +558,10 @@ class _RingGradient(Function):
 
 
 def _block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+    q: torch.Tensor, kv: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, ...]:
     """Return one block's output and lse; on CUDA also the state of its random numbers."""
-    given = *map(_dense, (q, k, v)), 0.0, is_causal
+    given = *map(_dense, (q, *kv)), 0.0, is_causal
     if q.device.type == "cpu":
         out, lse = FLASH_ATTENTION_FOR_CPU(*given, scale=scale)
         return out, lse
@@ -564,24 +570,26 @@ def _block(
 
 
 def _block_gradient(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    random: tuple[torch.Tensor, ...],
+    of_rows: Sequence[torch.Tensor],
+    kv: torch.Tensor,
+    random: Sequence[torch.Tensor],
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
-    """Return one block's gradients of q, k and v, by the final ``out`` and ``lse``."""
-    given = *map(_dense, (grad, q, k, v, out)), lse.contiguous()
+    """Return one block's gradients of q, k and v.
+
+    Args:
+        of_rows: for the queries of the block, the gradient, q, and the final output and lse.
+        random: on CUDA, the state that ``_block`` returned.
+    """
+    grad, q, out, lse = of_rows
+    given = *map(_dense, (grad, q, *kv, out)), lse.contiguous()
     if q.device.type == "cpu":
         of_cpu: tuple[torch.Tensor, ...] = FLASH_ATTENTION_BACKWARD_FOR_CPU(
             *given, 0.0, is_causal, scale=scale
         )
         return of_cpu
-    lengths = None, None, q.shape[2], k.shape[2]
+    lengths = None, None, q.shape[2], kv.shape[3]
     found: tuple[torch.Tensor, ...] = FLASH_ATTENTION_BACKWARD(
         *given, *lengths, 0.0, is_causal, *random, scale=scale
     )
