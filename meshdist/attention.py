@@ -278,10 +278,8 @@ class _Call:
         return work
 
     def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield [k, v] of this rank, of the rank before it, and so on around the ring.
-
-        While the caller uses a block, the next one arrives in the memory of the block before.
-        """
+        """Yield [k, v] of this rank, of the rank before it, and so on around the ring."""
+        # While the caller uses a block, the next one arrives in the memory of the last one.
         size = self.group.size()
         block = torch.stack([k, v])
         arriving = new_like(block) if size > 1 else block
