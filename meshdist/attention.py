@@ -246,7 +246,7 @@ def _group_along(call: str, axis: object) -> ProcessGroup:
 
 
 def _check_name(call: str, argument: str, given: object, known: tuple[str, ...]) -> None:
-    if given in known:
+    if isinstance(given, str) and given in known:
         return
     text = f"{call}: unknown {argument} {given!r}"
     expected = " or ".join(map(repr, known))
@@ -257,7 +257,7 @@ def _check_name(call: str, argument: str, given: object, known: tuple[str, ...])
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AttentionCall:
     """The arguments of a call that are equal on all ranks."""
 
     group: ProcessGroup
@@ -279,7 +279,7 @@ class _Call:
 
     def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield [k, v] of this rank, of the rank before it, and so on around the ring."""
-        # While the caller uses a block, the next one arrives in the memory of the last one.
+        # While the caller uses a block, the next one arrives in the memory of the previous block.
         size = self.group.size()
         block = torch.stack([k, v])
         arriving = new_like(block) if size > 1 else block
@@ -340,7 +340,7 @@ def _attention(
     scale = queries.shape[3] ** -0.5 if scale is None else scale
     shapes = tuple(queries.shape), tuple(keys.shape)
     name = _name_of(method, layout, causal, scale, *shapes, dtype_name(queries.dtype))
-    call = _Call(group, name, causal, layout == "zigzag", scale)
+    call = _AttentionCall(group, name, causal, layout == "zigzag", scale)
     if method == "ring":
         out, *_ = call_function(_Ring, queries, keys, values, call)
     else:
@@ -440,7 +440,9 @@ def _check_kernel(
         )
 
 
-def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
+def _by_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _AttentionCall
+) -> torch.Tensor:
     """Exchange tokens for heads, compute attention of whole sequences, and exchange back."""
     group, size = call.group, call.group.size()
 
@@ -472,7 +474,7 @@ class _Ring(Function):
 
     @staticmethod
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _AttentionCall
     ) -> tuple[torch.Tensor, ...]:
         blocks = call.blocks(k, v)
         out, lse, *random = _block(q, next(blocks), call.is_causal, call.scale)
@@ -505,7 +507,7 @@ class _RingGradient(Function):
     @staticmethod
     def forward(
         grad: torch.Tensor,
-        call: _Call,
+        call: _AttentionCall,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
