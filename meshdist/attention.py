@@ -115,8 +115,9 @@ def context_parallel(
     Cost:
         For n bytes of k and v on each of p ranks: in a ring, p - 1 steps of n bytes, and in the
         backward p - 1 steps of n bytes and p - 1 of their gradients, which are float32 if q is
-        float16 or bfloat16. Each transfer runs during the computation of a block; a rank stores two
-        blocks. By heads, four all-to-alls, of q, k, v and the result, also in the backward.
+        float16 or bfloat16. All transfers but the last run during the computation of a block. A
+        rank stores two blocks of n bytes, in the backward also three of gradients. By heads, four
+        all-to-alls, of q, k, v and the result, also in the backward.
 
     Raises:
         KindError, MeshError: ``axis`` is not a mesh of one axis; another argument has a wrong type.

@@ -193,6 +193,17 @@ def test_strided_operands_and_gradients(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_batch_without_samples(method: str) -> None:
+    def body(axis: md.DeviceMesh) -> list[torch.Size]:
+        given = [torch.ones(0, 4, 6, 8, requires_grad=True) for _ in range(3)]
+        result = context_parallel(*given, axis, causal=True, method=method, layout="zigzag")
+        result.sum().backward()
+        return [result.shape, *(x.grad.shape for x in given if x.grad is not None)]
+
+    assert over(2, body) == [[(0, 4, 6, 8)] * 4] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_arrays_of_numpy_return_as_such(method: str) -> None:
     def body(axis: md.DeviceMesh) -> np.ndarray:
         q, k, v, _ = (x.numpy() for x in shards(axis, "contiguous", arrays()))
