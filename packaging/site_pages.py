@@ -17,6 +17,7 @@ import re
 import sys
 from collections import defaultdict
 from functools import partial
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,16 @@ def _is_of_ours(record: logging.LogRecord) -> bool:
 
 
 def on_config(config: Any) -> Any:
-    """Let griffe be silent of what it finds in other packages, torch's above all."""
+    """Drop griffe's log of other packages; link the repository that ``[project.urls]`` names."""
     for name in list(logging.root.manager.loggerDict):
         if "griffe" in name or "mkdocstrings" in name:
             logging.getLogger(name).addFilter(_is_of_ours)
+    for url in metadata("meshdist").get_all("Project-URL") or ():
+        label, _, address = url.partition(", ")
+        if label == "Repository":
+            config.repo_url, config.repo_name = address, label
+            config.edit_uri = "edit/main/docs/"
+            config.theme["features"].append("content.action.edit")
     return config
 
 
