@@ -236,6 +236,7 @@ def _public_names() -> dict[tuple[str, str], str]:
         "": md,
         "lax.": md.lax,
         "checkpoint.": md.checkpoint,
+        "attention.": md.attention,
         "experts.": md.experts,
         "tensor_parallel.": md.tensor_parallel,
         "distributed.": md.distributed,

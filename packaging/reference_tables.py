@@ -347,7 +347,7 @@ _AREAS = (
     ("Meshes, specs and layouts", ("mesh", "arguments", "annotations")),
     ("Collectives and groups", ()),  # and all other folders
     ("Data parallelism", ("ddp", "join")),
-    ("Sharded arrays", ("sharding", "arrays", "experts")),
+    ("Sharded arrays", ("sharding", "arrays", "attention", "experts")),
     ("Axis types", ("typed_mode",)),
     ("Tensor parallelism", ("tensor_parallel",)),
     ("Checkpoints", ("checkpoint",)),

@@ -37,6 +37,7 @@ _TITLES = {
     "worlds": "Worlds",
     "collectives": "Collectives",
     "lax": "lax: JAX's names",
+    "attention": "attention",
     "experts": "experts",
     "typed_mode": "Types",
     "sharding": "Sharded arrays",
@@ -53,8 +54,8 @@ _ELSEWHERE = {
     "reduce_ops": "collectives",
 }
 _BREAK = re.compile(r"(?<=[\w\])])[._(,/\[]+(?=\w)")  # a name in a table may break after this
-_MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
-_OF_OPERATIONS = ("experts", "lax")  # modules whose names are written with theirs
+_MODULES = ("attention", "checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
+_OF_OPERATIONS = ("attention", "experts", "lax")  # modules whose names are written with theirs
 
 
 def _is_of_ours(record: logging.LogRecord) -> bool:
