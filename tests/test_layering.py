@@ -236,6 +236,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "planner",
             "executor",
             "descriptions",
+            "like_tensor",
             "resharding",
             "rematerialization",
             "deferred_reductions",

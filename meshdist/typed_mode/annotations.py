@@ -32,7 +32,7 @@ from ..errors import AxisError, AxisTypeError, KindError
 from ..mesh.current_mesh import find_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
-from ..mesh.partition_spec import PartitionSpec
+from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.spec import NamedSharding
 from .context import PLAIN_TENSORS
 from .module_annotations import annotate_module
@@ -209,6 +209,12 @@ class TensorType:
     spec: PartitionSpec | None
     text: str
 
+    @property
+    def cut_dims(self) -> dict[int, tuple[str, ...]]:
+        """The axes that shard each dimension, by dimension, such as ``{0: ("tp",)}``."""
+        entries = () if self.spec is None else self.spec.partitions
+        return {dim: axes_of(entry) for dim, entry in enumerate(entries) if entry}
+
     def __repr__(self) -> str:
         return self.text
 
@@ -229,6 +235,8 @@ def typeof(x: torch.Tensor) -> TensorType:
         >>> import torch, meshdist as md
         >>> md.typeof(md.annotate(torch.zeros(3), varying=("dp", "tp"), unreduced="ep")).varying
         ('dp', 'tp')
+        >>> md.typeof(md.annotate(torch.zeros(8, 4), "f@tp d")).cut_dims
+        {0: ('tp',)}
     """
     if not isinstance(x, torch.Tensor):
         raise KindError("typeof takes a tensor", found=with_article(type(x).__name__))

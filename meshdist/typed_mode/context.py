@@ -76,7 +76,7 @@ def keep_marks_in_parameters() -> None:
         made = new(cls, data, *rest, **named)
         given = getattr(data, "__dict__", {}).get(ANNOTATION)
         if given and given[0] is not None and given[2] is None:
-            set_spec(made, *given[:2])
+            set_spec(made, *given[:2], *given[5:])
         elif (caller := sys._getframe(1)).f_code is ParametrizationList.__init__.__code__:
             _check_lost(caller.f_locals["original"])
         return made
