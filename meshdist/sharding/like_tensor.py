@@ -61,8 +61,9 @@ def mesh_like(operation: str, like: torch.Tensor, mesh: DeviceMesh | None) -> De
         return mesh
     found = find_meshes_with(axes)
     if len(found) != 1:
+        count = "several open meshes have" if found else "no open mesh has"
         raise MeshError(
-            f"{operation}: {'several open meshes have' if found else 'no open mesh has'} {shown(axes)}",
+            f"{operation}: {count} {shown(axes)}",
             expected="a single mesh with the axes that shard the tensor",
             found=tensor_text(like) + "".join(f"\n{mesh_text(each)}" for each in found),
             fix="call it inside `with mesh:`, or pass the mesh: mesh=mesh",

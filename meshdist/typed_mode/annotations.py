@@ -36,6 +36,7 @@ from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.spec import NamedSharding
 from .context import PLAIN_TENSORS
 from .module_annotations import annotate_module
+from .step_checks import watch_steps
 from .type_errors import mesh_text, of_a_subclass, tensor_text, type_as_text
 
 __all__ = ["annotate", "typeof"]
@@ -143,7 +144,9 @@ def annotate(
         except AxisError as error:
             raise with_outer_mesh_hint(error, mesh) from None
         _reject_late(tensor, spec_texts(checked, tuple(tensor.shape))[0])
-        return mark_spec(tensor, checked)
+        mark_spec(tensor, checked)
+        watch_steps([tensor])
+        return tensor
     kinds: dict[str, str] = {}
     given = {"varying": ("V", varying), "reduced": ("R", reduced), "unreduced": ("U", unreduced)}
     given_mesh, mesh = mesh, mesh or find_current_mesh()
@@ -160,6 +163,7 @@ def annotate(
                 )
     _reject_late(tensor, type_text(kinds))
     set_spec(tensor, type_text(kinds), None)
+    watch_steps([tensor])
     return tensor
 
 

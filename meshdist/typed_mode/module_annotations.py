@@ -45,6 +45,7 @@ from ..mesh.current_mesh import with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from .context import PLAIN_TENSORS
+from .step_checks import watch_steps
 from .type_errors import of_a_subclass
 
 M = TypeVar("M", bound=nn.Module)
@@ -73,6 +74,7 @@ class AnnotatedTensors(dict[str, Any]):
         # ``restore_annotations`` raises for another shape. An error here could interrupt a load.
         if read_spec(*noted[:2], tuple(tensor.shape)) is not None:
             set_spec(tensor, *noted)
+            watch_steps([tensor])
 
 
 def annotate_module(
@@ -114,6 +116,7 @@ def annotate_module(
         if (first_name := first_names.get(id(tensor))) is not None:
             set_spec(tensor, *noted[first_name])
             _notes_of(owner)[leaf] = noted[first_name]
+    watch_steps(module.parameters())
     return module
 
 
@@ -147,6 +150,7 @@ def restore_annotations(module: M) -> M:
         lost.append((tensor, noted))
     for tensor, noted in lost:
         set_spec(tensor, *noted)
+    watch_steps(tensor for tensor, _ in lost)
     return module
 
 
