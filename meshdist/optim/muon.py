@@ -175,7 +175,7 @@ class Muon(torch.optim.Muon):
         adjust_lr_fn: str | None,
     ) -> None:
         """Update a shard as torch's ``_single_tensor_muon`` updates a matrix; collective."""
-        lr = float(lr)  # It may be a tensor of one element.
+        lr = _muon._to_scalar(lr)
         buffer.lerp_(grad, 1 - momentum)
         mine = grad.lerp(buffer, momentum) if nesterov else buffer
         update = unshard(mine.bfloat16(), like=p, mesh=self.mesh)

@@ -145,7 +145,7 @@ def annotate(
             raise with_outer_mesh_hint(error, mesh) from None
         _reject_late(tensor, spec_texts(checked, tuple(tensor.shape))[0])
         mark_spec(tensor, checked)
-        watch_steps([tensor])
+        watch_steps([tensor], mesh)
         return tensor
     kinds: dict[str, str] = {}
     given = {"varying": ("V", varying), "reduced": ("R", reduced), "unreduced": ("U", unreduced)}
@@ -163,7 +163,7 @@ def annotate(
                 )
     _reject_late(tensor, type_text(kinds))
     set_spec(tensor, type_text(kinds), None)
-    watch_steps([tensor])
+    watch_steps([tensor], mesh)
     return tensor
 
 

@@ -116,7 +116,7 @@ def annotate_module(
         if (first_name := first_names.get(id(tensor))) is not None:
             set_spec(tensor, *noted[first_name])
             _notes_of(owner)[leaf] = noted[first_name]
-    watch_steps(module.parameters())
+            watch_steps([tensor], mesh)
     return module
 
 

@@ -17,12 +17,11 @@ seed. The ranks compare 64-bit sums of the bits of their rows:
     >>> def program():
     ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ...     rows = torch.nn.Parameter(torch.tensor([0.3, 0.9]))
-    ...     optimizer = torch.optim.SGD([md.annotate(rows, "f@tp", mesh=mesh)])
-    ...     with warnings.catch_warnings(record=True) as caught:
-    ...         warnings.simplefilter("always")
-    ...         optimizer.step()
-    ...     return [str(each.message).splitlines()[0] for each in caught]
-    >>> md.simulate(program, 2)[0]
+    ...     torch.optim.SGD([md.annotate(rows, "f@tp", mesh=mesh)]).step()
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     _ = md.simulate(program, 2)
+    >>> [str(each.message).splitlines()[0] for each in caught][:1]
     ["1 sharded parameter of SGD is equal on all ranks along 'tp'"]
 """
 
@@ -37,8 +36,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ..annotations.axis_types import axes_of_kind, find_type, kinds_in, type_of
+from ..annotations.axis_types import axes_of_kind, find_type, type_of
 from ..annotations.tensor_specs import find_spec
 from ..bootstrap.world import find_world
 from ..checking.call_sites import warn_caller
@@ -70,7 +70,8 @@ _ELEMENTWISE = frozenset(
 """torch's optimizers that update each element by itself."""
 
 _ADAMW = (
-    "use torch.optim.AdamW, or run it on global parameters: the how-to page of tensor parallelism"
+    "use torch.optim.AdamW, or gather the parameters for each step, as docs/how-to/"
+    "tensor_parallel.md shows"
 )
 _OF_GLOBAL_ARRAYS = {
     optim.Muon: "use md.optim.Muon, or torch.optim.AdamW",
@@ -83,12 +84,23 @@ _num_checked: WeakKeyDictionary[optim.Optimizer, int] = WeakKeyDictionary()
 """The number of parameters of each checked optimizer."""
 
 
-def watch_steps(tensors: Iterable[torch.Tensor]) -> None:
-    """Register the check of optimizer steps if any annotated tensor varies over an axis."""
-    if any("V" in kinds_in(find_type(x) or "").values() for x in tensors) and (
-        check_step not in step_pre_hooks.values()  # simulated ranks have separate tables
-    ):
-        register_optimizer_step_pre_hook(check_step)
+_meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The meshes of annotated parameters, which they keep alive: a comparison must not depend on when a
+rank's garbage collector runs."""
+
+
+def watch_steps(tensors: Iterable[torch.Tensor], mesh: DeviceMesh | None = None) -> None:
+    """Register the check of optimizer steps if any annotated parameter varies over an axis.
+
+    Args:
+        mesh: has the axes; None for the meshes that have them now.
+    """
+    for x in tensors:
+        axes = axes_of_kind(find_type(x) or "", "V")
+        if axes and (x.requires_grad or isinstance(x, torch.nn.Parameter)):
+            _meshes[x] = find_meshes_with(axes) if mesh is None else [mesh]
+            if check_step not in step_pre_hooks.values():  # simulated ranks have separate tables
+                register_optimizer_step_pre_hook(check_step)
 
 
 @untraced
@@ -173,12 +185,12 @@ def _warn_of_equal_shards(
     # Optimizers that step inside a backward may step in another order on each rank.
     if current_task() != -1:
         return
-    cut = {index: find_spec(parameters[index]) for index in axes}
-    for axis in sorted({axis for each in axes.values() for axis in each}):
-        mesh = _mesh_that_all_know(axis)
-        indices = [i for i, found in axes.items() if axis in found and cut[i] is not None]
-        if mesh is None or not indices:
-            continue
+    lines: dict[tuple[str, DeviceMesh], list[int]] = {}
+    for index, found in axes.items():
+        for axis in found if find_spec(parameters[index]) is not None else ():
+            if (mesh := _mesh_that_all_know(axis, parameters[index])) is not None:
+                lines.setdefault((axis, mesh), []).append(index)
+    for (axis, mesh), indices in sorted(lines.items(), key=lambda item: item[0][0]):
         group = mesh.get_group(axis)
         device = torch.device(group.first_device_type())
         sums = torch.stack([checksum([parameters[i]], device) for i in indices])
@@ -189,11 +201,10 @@ def _warn_of_equal_shards(
             if not differs and bool(((x := parameters[i]) != x.flatten()[:1]).any())
         ]
         if equal:
-            verb = "is" if len(equal) == 1 else "are"
+            are = "parameter of {} is" if len(equal) == 1 else "parameters of {} are"
             warn_caller(
                 explain(
-                    f"{len(equal)} sharded parameter{'s' * (len(equal) > 1)} of {name} {verb} "
-                    f"equal on all ranks along {axis!r}",
+                    f"{len(equal)} sharded {are.format(name)} equal on all ranks along {axis!r}",
                     expected="different parts of a global array (equal parts were probably "
                     "initialized after the split, from the same seed)",
                     found=first_texts(equal, "; "),
@@ -203,9 +214,19 @@ def _warn_of_equal_shards(
             )
 
 
-def _mesh_that_all_know(axis: str) -> DeviceMesh | None:
-    """Return the current mesh, else the only open mesh with ``axis``; None if ranks may differ."""
-    # Each rank must come to the same result. All ranks of a world know a mesh of all its ranks.
-    found, current = find_meshes_with((axis,)), find_current_mesh()
-    known = [mesh for mesh in found if mesh is current or mesh.size() == mesh.world.size]
+def _mesh_that_all_know(axis: str, parameter: torch.Tensor) -> DeviceMesh | None:
+    """Return the open mesh with ``axis`` that all its ranks use for ``parameter``, or None."""
+    # Each rank of the axis must come to the same result. All ranks of a world know a mesh of all
+    # ranks; a mesh of some ranks counts if it is the current mesh.
+    current, world = find_current_mesh(), find_world()
+    if current is not None and axis in current.axis_names:
+        return current
+    known = [
+        mesh
+        for mesh in _meshes.get(parameter, [])
+        if axis in mesh.axis_names
+        and mesh.root.world is world
+        and id(mesh.root) in world.meshes
+        and mesh.root.size() == world.size
+    ]
     return known[0] if len(known) == 1 else None
