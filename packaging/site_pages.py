@@ -40,6 +40,7 @@ _TITLES = {
     "typed_mode": "Types",
     "sharding": "Sharded arrays",
     "tensor_parallel": "Tensor parallelism",
+    "optim": "Optimizers",
     "checkpoint": "Checkpoints",
     "ddp": "Data parallelism",
     "errors": "Exceptions",
@@ -52,7 +53,7 @@ _ELSEWHERE = {
     "reduce_ops": "collectives",
 }
 _BREAK = re.compile(r"(?<=[\w\])])[._(,/\[]+(?=\w)")  # a name in a table may break after this
-_MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
+_MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "optim", "tensor_parallel")
 _OF_OPERATIONS = ("experts", "lax")  # modules whose names are written with theirs
 
 

@@ -1,6 +1,6 @@
 """The doors: every public name, found at first touch, and known to type checkers.
 
-``meshdist`` lists at most 65 names, ``meshdist.distributed`` has torch's, ``meshdist.errors`` all
+``meshdist`` lists at most 70 names, ``meshdist.distributed`` has torch's, ``meshdist.errors`` all
 errors. What stands behind the last two resolves on ``meshdist`` as well.
 """
 
@@ -21,7 +21,7 @@ import meshdist
 from meshdist import distributed, errors
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST = 67
+MOST = 70
 
 
 def imports_of(stub: str) -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ class GradScaler(torch.amp.GradScaler):
         An all-reduce of 4 bytes over the mesh for each optimizer and step.
 
     Raises:
-        MeshError: there is no mesh. NotInGroupError: this rank is not in the mesh.
+        MeshError: no mesh is given or current. NotInGroupError: this rank is not in the mesh.
 
     Example:
         >>> import torch, meshdist as md

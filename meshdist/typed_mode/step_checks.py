@@ -6,8 +6,8 @@ about unknown classes, and compares shards: equal shards were drawn after the sp
 
 It is a global hook of torch, registered when the first parameter is annotated as varying.
 
-Worked example: a weight of 4 rows is split over 2 ranks, then each rank draws its rows from one
-seed. The ranks compare 64-bit sums of the bits of their rows:
+Worked example: a weight of 4 rows is split over 2 ranks, then the ranks draw their rows from equal
+seeds. They compare 64-bit sums of the bits of their rows:
 
                   rank 0    rank 1
     rows          .3 .9     .3 .9
@@ -216,7 +216,7 @@ def _warn_of_equal_shards(
 
 def _mesh_that_all_know(axis: str, parameter: torch.Tensor) -> DeviceMesh | None:
     """Return the open mesh with ``axis`` that all its ranks use for ``parameter``, or None."""
-    # Each rank of the axis must come to the same result. All ranks of a world know a mesh of all
+    # The result must be equal on all ranks of the axis. All ranks of a world know a mesh of all
     # ranks; a mesh of some ranks counts if it is the current mesh.
     current, world = find_current_mesh(), find_world()
     if current is not None and axis in current.axis_names:

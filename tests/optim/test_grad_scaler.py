@@ -105,6 +105,18 @@ def test_ranks_without_gradients_or_a_loss_take_part() -> None:
         assert md.simulate(program, 3, args=(is_unscaled,)) == [(0.0, 4.0)] * 3
 
 
+def test_torchs_scaler_on_stages_of_a_pipeline_skips_different_steps() -> None:
+    def program() -> tuple[float, float]:
+        stage = nn.Parameter(torch.zeros(1))
+        optimizer, scaler = torch.optim.SGD([stage], lr=1.0), torch.amp.GradScaler("cpu", 8.0)
+        scaler.scale(stage.sum() * (3e38 if md.get_rank() else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return stage.item(), scaler.get_scale()
+
+    assert md.simulate(program, 2) == [(-1.0, 8.0), (0.0, 4.0)]
+
+
 class Fused(torch.optim.SGD):
     """As fused optimizers do, it skips its own step."""
 
