@@ -169,13 +169,17 @@ def _is_scaled_by_torch() -> bool:
     """Return whether a scaler that checks only this rank's gradients has called the step."""
     plain = torch.amp.GradScaler
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        scaler, frame = frame.f_locals.get("self"), frame.f_back
-        if isinstance(scaler, plain):
-            # FSDP's scaler and md.optim.GradScaler override this method.
-            is_plain = type(scaler)._unscale_grads_ is plain._unscale_grads_
-            return is_plain and scaler.is_enabled()
-    return False
+    # Only torch's frames: Python would keep the variables in ``f_locals`` of the program alive.
+    while frame is not None and frame.f_code not in (
+        plain.step.__code__,
+        plain._maybe_opt_step.__code__,
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    scaler: torch.amp.GradScaler = frame.f_locals["self"]
+    # FSDP's scaler and md.optim.GradScaler override this method.
+    return type(scaler)._unscale_grads_ is plain._unscale_grads_ and scaler.is_enabled()
 
 
 def _warn_of_equal_shards(
