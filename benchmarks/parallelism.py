@@ -7,8 +7,9 @@ shared memory and over Gloo; all rounds are interleaved. A sample is a forward a
 CPU time of all ranks together, of 1F1B the wall time of the slowest. What one device does, rank 0
 does while the others wait in the kernel.
 
-* attention: causal, 4,096 places, 8 heads of 64, float32; the ring and the heads are those of
-  ``examples/long_context.py``. "gathered" gathers keys and values, and masks what is later.
+* attention: causal, 4,096 tokens, 8 heads of 64, float32, by ``md.attention.context_parallel``: the
+  ring in a zigzag, by heads in contiguous shards. "gathered" gathers keys and values, and masks
+  later tokens.
 * experts: 2,048 tokens of 512 on each rank, 2 of 8 experts each. "by ragged_all_to_all" is the same
   written with that collective. The layer has experts of 512 x 1,024 x 512 by ``grouped_mm``, and is
   compared with these products alone, on the rows that came.
@@ -37,17 +38,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import meshdist as md
 import meshdist.torch_backends  # offers "shm" to torch
 from benchmarks._report import interleaved, parser_of, spread, start_ranks, write_report
-from examples import long_context
 
 NUM_RANKS = 4
-PLACES, HEADS, HEAD_WIDTH = 4096, 8, 64
+NUM_TOKENS, HEADS, HEAD_WIDTH = 4096, 8, 64
 TOKENS, WIDTH, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 2048, 512, 1024, 8, 2
 NUM_STAGES, MICROBATCHES, ROWS, STEPS = 2, 8, 16, 5
 WIDTHS = (64, 512)  # of the stages
 # The side, what it is compared with, and the quotient to reach.
 TARGETS = (
     ("ring", "one device", 1.25),
-    ("ulysses", "one device", 1.1),
+    ("heads", "one device", 1.1),
     ("gathered", "one device", None),
     ("experts, shm", "by ragged_all_to_all, shm", 0.65),
     ("experts, gloo", "by ragged_all_to_all, gloo", 0.7),
@@ -55,7 +55,7 @@ TARGETS = (
     ("1F1B 64, shm", "1F1B 64, gloo", 0.5),
     ("1F1B 512, shm", "1F1B 512, gloo", 0.8),
 )
-SLOWEST = 1.05  # of the ring, the slowest rank over the mean
+SLOWEST = 1.05  # of both methods, the slowest rank over the mean
 
 Step = Callable[[], Any]
 
@@ -63,40 +63,34 @@ Step = Callable[[], Any]
 def attention_sides(mesh: md.DeviceMesh) -> dict[str, Step]:
     """Attention of one device, around the ring, by heads, and by gathering."""
     torch.manual_seed(0)
-    whole = [torch.randn(1, HEADS, 1, PLACES, HEAD_WIDTH) for _ in range(4)]
-    rank = md.get_rank()
+    whole = [torch.randn(1, HEADS, NUM_TOKENS, HEAD_WIDTH) for _ in range(4)]
 
-    def run(call: Callable[..., torch.Tensor], places: torch.Tensor) -> Step:
-        gradient, *given = (x[..., places, :].contiguous() for x in whole)
+    def run(call: Callable[..., torch.Tensor], tokens: torch.Tensor) -> Step:
+        gradient, *given = (x[:, :, tokens] for x in whole)
         leaves = [x.requires_grad_() for x in given]
 
         def step() -> None:
-            with mesh:
-                torch.autograd.grad(call(*leaves), leaves, gradient)
+            torch.autograd.grad(call(*leaves), leaves, gradient)
 
         return step
 
-    def one_device(q: Any, k: Any, v: Any) -> torch.Tensor:
-        flat = (x.flatten(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*flat, is_causal=True).view_as(q)
-
     def gathered(q: Any, k: Any, v: Any) -> torch.Tensor:
-        k, v = (md.lax.all_gather(x, "a", axis=3, tiled=True).flatten(1, 2) for x in (k, v))
-        out = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask)
-        return out.view_as(q)
+        k, v = (md.lax.all_gather(x, mesh, axis=2, tiled=True) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    here = long_context.places_of(PLACES, NUM_RANKS, rank, "ulysses")
-    mask = here.unsqueeze(1) >= torch.arange(PLACES)
-    sides = {
-        "ring": run(
-            partial(long_context.ring, axis="a", is_causal=True),
-            long_context.places_of(PLACES, NUM_RANKS, rank, "ring"),
-        ),
-        "ulysses": run(partial(long_context.ulysses, axis="a", is_causal=True), here),
-        "gathered": run(gathered, here),
+    shard, zigzag = (
+        md.attention.positions(NUM_TOKENS, mesh, layout) for layout in ("contiguous", "zigzag")
+    )
+    every = torch.arange(NUM_TOKENS)
+    mask = shard.unsqueeze(1) >= every
+    parallel = partial(md.attention.context_parallel, axis=mesh, causal=True)
+    alone = run(partial(F.scaled_dot_product_attention, is_causal=True), every)
+    return {
+        "one device": alone if md.get_rank() == 0 else lambda: None,
+        "ring": run(partial(parallel, method="ring", layout="zigzag"), zigzag),
+        "heads": run(partial(parallel, method="heads"), shard),
+        "gathered": run(gathered, shard),
     }
-    alone = run(one_device, torch.arange(PLACES)) if rank == 0 else lambda: None
-    return {"one device": alone, **sides}
 
 
 def dispatch_by_ragged(tokens: Any, experts: Any, mesh: md.DeviceMesh) -> Any:
@@ -267,7 +261,6 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         }
         for name, taken in found.items()
     ]
-    shares = [max(each["cpu"]) / statistics.mean(each["cpu"]) for each in samples["ring"]]
     targets: list[dict[str, Any]] = [
         {
             "what": side,
@@ -277,14 +270,16 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         }
         for side, other, most in TARGETS
     ]
-    targets.append(
-        {
-            "what": "ring, slowest rank",
-            "beside": "mean rank",
-            "quotient": statistics.median(shares),
-            "to reach": SLOWEST,
-        }
-    )
+    for side in ("ring", "heads"):
+        shares = [max(each["cpu"]) / statistics.mean(each["cpu"]) for each in samples[side]]
+        targets.append(
+            {
+                "what": f"{side}, slowest rank",
+                "beside": "mean rank",
+                "quotient": statistics.median(shares),
+                "to reach": SLOWEST,
+            }
+        )
     for target in targets:
         most = target["to reach"]
         target["reached"] = "" if most is None else target["quotient"] <= most

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 6 examples/mixture_of_experts.py --ep 3 --experts 7
     meshdist run -n 4 examples/mixture_of_experts.py --ep 4 --capacity 1.5 --check
 
-All ranks have data of their own. The experts are cut over ep, so that a rank's experts see the
-tokens of all ranks along it; the ranks along dp have copies of them. The router takes the best k
-(arXiv:1701.06538), with a loss that balances them (arXiv:2101.03961, section 2.2); beside them
-stands an expert that all tokens share. ``--check`` trains on one process too, in float64, and exits
-with 1 where losses or weights differ.
+Each rank has different data. The experts are sharded over ep, so a rank's experts see the tokens of
+all ranks along ep; the ranks along dp hold replicas of them. ``md.DDP(..., experts_over="ep")``
+averages all gradients. The router takes the best k experts (arXiv:1701.06538), with a loss that
+balances them (arXiv:2101.03961, section 2.2), in addition to an expert that all tokens share.
+``--check`` also trains on one process, in float64, and exits with 1 if losses or weights differ.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Experts(nn.Module):
             ends = counts.cumsum(0).to(torch.int32)
             hidden = F.gelu(F.grouped_mm(rows, self.up, offs=ends))
             return F.grouped_mm(hidden, self.down, offs=ends)
-        parts = zip(rows.split(counts.tolist()), self.up, self.down, strict=True)
+        parts = zip(rows.tensor_split(counts.cumsum(0)[:-1]), self.up, self.down, strict=True)
         return torch.cat([F.gelu(x @ up) @ down for x, up, down in parts])
 
 
@@ -85,18 +85,6 @@ class Mixture(nn.Module):
         return chosen.masked_fill(numbers.view_as(chosen) > most, -1)
 
 
-def average_gradients(model: nn.Module, mesh: md.DeviceMesh) -> None:
-    """Make gradients those of the mean loss of all ranks."""
-    for name, parameter in model.named_parameters():
-        if "experts." in name:
-            # dispatch brought the tokens of all ranks along ep, and their gradients: these are
-            # summed. Along dp others have gradients of the same experts. The mean is over both.
-            md.all_reduce(parameter.grad, group=mesh["dp"])
-            parameter.grad /= mesh.size()
-        else:
-            md.all_reduce(parameter.grad, op=md.ReduceOp.AVG, group=mesh[DATA])
-
-
 def train(mesh: md.DeviceMesh, options: argparse.Namespace, num_parts: int = 1) -> Any:
     """Train on the mesh; return the model and the losses of the whole.
 
@@ -104,6 +92,8 @@ def train(mesh: md.DeviceMesh, options: argparse.Namespace, num_parts: int = 1) 
     """
     torch.manual_seed(0)  # every rank draws alike, and then takes its experts and tokens
     model = Mixture(options, mesh["ep"]).to(options.dtype)
+    md.annotate(model, {"experts.*": "e@ep ..."}, mesh=mesh)
+    ddp = md.DDP(model, device_mesh=mesh[DATA], experts_over="ep")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses = []
     for _ in range(STEPS):
@@ -112,12 +102,11 @@ def train(mesh: md.DeviceMesh, options: argparse.Namespace, num_parts: int = 1) 
         with mesh:
             place = md.lax.axis_index(DATA)
             x, wanted = (whole.chunk(mesh.size())[place] for whole in (x, wanted))
-            y, balance = model(x, num_parts)
+            y, balance = ddp(x, num_parts)
             loss = F.mse_loss(y, wanted) + 0.01 * balance
             losses.append(md.lax.pmean(loss.detach(), DATA).item())
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model, mesh)
         optimizer.step()
     return model, losses
 

@@ -1,6 +1,7 @@
 """The public names, and the home of each: what the public API loads, and type checkers read."""
 
 from . import (
+    attention as attention,
     checkpoint as checkpoint,
     distributed as distributed,
     errors as errors,

@@ -237,6 +237,7 @@ def _public_names() -> dict[tuple[str, str], str]:
         "": md,
         "lax.": md.lax,
         "checkpoint.": md.checkpoint,
+        "attention.": md.attention,
         "experts.": md.experts,
         "optim.": md.optim,
         "tensor_parallel.": md.tensor_parallel,

@@ -1,4 +1,4 @@
-"""Write the generated tables of launchers, flags, environment variables, errors and mistakes.
+"""Write the tables of pages that are made from the code, the tests' data and reports.
 
     python packaging/reference_tables.py
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import re
 import sys
@@ -21,8 +22,10 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "packaging")]
 
+import benchmark_tables  # noqa: E402
 from raised_errors import all_errors, cell, table  # noqa: E402
 
+from meshdist import DistributedDataParallel  # noqa: E402
 from meshdist.cli import run  # noqa: E402
 from meshdist.cli.flags import Parser  # noqa: E402
 from meshdist.launching.launcher_variables import (  # noqa: E402
@@ -41,7 +44,10 @@ PAGES = {
         "reference/environment_variables.md",
         "reference/errors.md",
         "reference/undetected_mistakes.md",
+        "reference/ddp.md",
         "how-to/launch.md",
+        "contributing/architecture.md",
+        "explanation/benchmarks.md",
     )
 }
 
@@ -49,6 +55,10 @@ PAGES = {
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(text or " " for text in line) + " |\n" for line in lines)
+
+
+def _as_markdown(cells: Callable[[], benchmark_tables.Cells]) -> Callable[[], str]:
+    return lambda: _markdown(*cells())
 
 
 def _code(names: Sequence[str]) -> str:
@@ -337,7 +347,7 @@ _AREAS = (
     ("Meshes, specs and layouts", ("mesh", "arguments", "annotations")),
     ("Collectives and groups", ()),  # and all other folders
     ("Data parallelism", ("ddp", "join")),
-    ("Sharded arrays", ("sharding", "arrays", "experts")),
+    ("Sharded arrays", ("sharding", "arrays", "attention", "experts")),
     ("Axis types", ("typed_mode",)),
     ("Tensor parallelism", ("tensor_parallel", "optim")),
     ("Checkpoints", ("checkpoint",)),
@@ -382,6 +392,68 @@ def undetected_mistakes() -> str:
     return "\n".join(f"## {area}\n\n{_markdown(head, rows)}" for area, rows in areas.items())
 
 
+# -- options of DDP -----------------------------------------------------------------------------
+
+
+def ddp_options() -> str:
+    """Return the arguments of DDP with their defaults and, from its docstring, their effects."""
+    docstring = inspect.getdoc(DistributedDataParallel) or ""
+    section = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    effects: dict[str, str] = {}
+    for entry in re.split(r"\n {4}(?! )", "\n" + section)[1:]:
+        names, _, effect = entry.partition(":")
+        effects |= dict.fromkeys(names.split(", "), effect)
+    rows = []
+    for name, parameter in inspect.signature(DistributedDataParallel).parameters.items():
+        has_default = parameter.default is not parameter.empty
+        default = f"`{parameter.default}`" if has_default else "required"
+        rows.append((f"`{name}`", default, _sentence(effects.pop(name))))
+    if effects:
+        raise ValueError(f"the docstring has arguments that DDP lacks: {', '.join(effects)}")
+    return _markdown(("argument", "default", "effect"), rows)
+
+
+def _sentence(text: str) -> str:
+    """Return a text of a docstring as Markdown of a cell, without a last full stop."""
+    return cell(text.replace("``", "`").strip()).removesuffix(".")
+
+
+# -- modules ------------------------------------------------------------------------------------
+
+
+def floors() -> tuple[dict[str, tuple[str, ...]], ...]:
+    """Return ``FLOORS`` of tests/test_layering.py, from its source: the site has no pytest."""
+    tree = ast.parse((ROOT / "tests" / "test_layering.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "FLOORS":
+            found: tuple[dict[str, tuple[str, ...]], ...] = ast.literal_eval(node.value or node)
+            return found
+    raise AssertionError("tests/test_layering.py has no FLOORS")
+
+
+def modules() -> str:
+    """Return all modules in the order of their floors, with the first lines of their docstrings."""
+    rows, seen = [], {""}
+    for floor, folders in enumerate(floors()):
+        for folder, names in folders.items():
+            root = "" if folder in ("", *names) else f"{folder}/"
+            for name in names:
+                path = root + name.replace(".", "/")
+                for above in {root: None, path[: path.rfind("/") + 1]: None}:
+                    if above not in seen:
+                        seen.add(above)
+                        rows.append((str(floor), f"**`{above}`**", _first_line(f"{above}__init__")))
+                rows.append((str(floor), f"`{path}`", _first_line(path)))
+    return _markdown(("floor", "module", "purpose"), rows)
+
+
+def _first_line(path: str) -> str:
+    """Return the first line of the docstring of a module, or of its stub."""
+    source = ROOT / "meshdist" / f"{path}.py"
+    text = (source if source.exists() else source.with_suffix(".pyi")).read_text(encoding="utf-8")
+    return _sentence((ast.get_docstring(ast.parse(text)) or "").partition("\n")[0])
+
+
 # -- pages --------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -395,6 +467,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "errors": errors_of_initialization,
     "undetected mistakes": undetected_mistakes,
+    "ddp options": ddp_options,
+    "modules": modules,
+    **{name: _as_markdown(cells) for name, cells in benchmark_tables.TABLES.items()},
 }
 _MARKED = re.compile(r"(<!-- ([a-z ]+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
 
@@ -402,6 +477,11 @@ _MARKED = re.compile(r"(<!-- ([a-z ]+): begin -->\n).*?(<!-- \2: end -->)", re.D
 def with_tables(page: str) -> str:
     """Return the page with its tables as they are now."""
     return _MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark[2]]()}\n{mark[3]}", page)
+
+
+def without_tables(page: str) -> str:
+    """Return the page without its generated tables."""
+    return _MARKED.sub("", page)
 
 
 def with_all_errors(page: str) -> str:

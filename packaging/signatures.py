@@ -3,7 +3,8 @@
     python packaging/signatures.py
 
 A signature stands in the first cell of a table's row, or is that of P2POp or breakpoint. Under
-"Functional collectives" names are those of ``lax``, under "Experts" those of ``experts``.
+"Functional collectives" names are those of ``lax``, under "Experts" those of ``experts``, under
+"Attention" those of ``attention``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ import meshdist as md
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "collectives.md"
 _SPAN = re.compile(r"`(\w+)\(([^`]*)\)`")
 _ANYWHERE = ("P2POp", "breakpoint")
+_HOMES = {
+    "## Functional collectives": md.lax,
+    "## Experts": md.experts,
+    "## Attention": md.attention,
+}
 
 
 def signature_text(function: Callable[..., Any]) -> str:
@@ -46,7 +52,7 @@ def with_signatures(page: str) -> str:
     lines = []
     for line in page.split("\n"):
         if line.startswith("## "):
-            home = {"## Functional collectives": md.lax, "## Experts": md.experts}.get(line, md)
+            home = _HOMES.get(line, md)
         if line.startswith("| `"):
             head, mark, rest = line[2:].partition(" | ")
             line = "| " + _SPAN.sub(written, head) + mark + rest

@@ -17,6 +17,7 @@ import re
 import sys
 from collections import defaultdict
 from functools import partial
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _TITLES = {
     "worlds": "Worlds",
     "collectives": "Collectives",
     "lax": "lax: JAX's names",
+    "attention": "attention",
     "experts": "experts",
     "typed_mode": "Types",
     "sharding": "Sharded arrays",
@@ -53,8 +55,17 @@ _ELSEWHERE = {
     "reduce_ops": "collectives",
 }
 _BREAK = re.compile(r"(?<=[\w\])])[._(,/\[]+(?=\w)")  # a name in a table may break after this
-_MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "optim", "tensor_parallel")
-_OF_OPERATIONS = ("experts", "lax")  # modules whose names are written with theirs
+_MODULES = (
+    "attention",
+    "checkpoint",
+    "distributed",
+    "errors",
+    "experts",
+    "lax",
+    "optim",
+    "tensor_parallel",
+)
+_OF_OPERATIONS = ("attention", "experts", "lax")  # modules whose names are written with theirs
 
 
 def _is_of_ours(record: logging.LogRecord) -> bool:
@@ -62,10 +73,16 @@ def _is_of_ours(record: logging.LogRecord) -> bool:
 
 
 def on_config(config: Any) -> Any:
-    """Let griffe be silent of what it finds in other packages, torch's above all."""
+    """Drop griffe's log of other packages; link the repository that ``[project.urls]`` names."""
     for name in list(logging.root.manager.loggerDict):
         if "griffe" in name or "mkdocstrings" in name:
             logging.getLogger(name).addFilter(_is_of_ours)
+    for url in metadata("meshdist").get_all("Project-URL") or ():
+        label, _, address = url.partition(", ")
+        if label == "Repository":
+            config.repo_url, config.repo_name = address, label
+            config.edit_uri = "edit/main/docs/"
+            config.theme["features"].append("content.action.edit")
     return config
 
 

@@ -81,7 +81,7 @@ HELD_BY: dict[str, str] = {
         f"examples/test_long_context.py::test_it_checks_itself[more1-{way}-4]": (
             f"examples/test_long_context.py::test_it_checks_itself[more1-{way}-2]"
         )
-        for way in ("ring", "ulysses")
+        for way in ("ring", "heads")
     },
     **{
         f"{_COMPILED}[2-{case}]": f"{_COMPILED}[2-plan0-False]"

@@ -47,7 +47,8 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             join/test_zero_optimizer.py
             sharding/test_einsum_oracle.py sharding/test_einsum.py sharding/test_resharding.py
             sharding/test_shard_map_bodies.py tensor_parallel/test_layers.py
-            tensor_parallel/test_nd_training.py test_experts.py typed_mode/test_casts.py
+            tensor_parallel/test_nd_training.py test_attention.py test_experts.py
+            typed_mode/test_casts.py
             typed_mode/test_programs.py
         """,
         "pages, examples and the checkout": """

@@ -306,6 +306,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "checkpointer",
             "preemption",
         ),
+        "attention": ("attention",),
         "torch_backends": ("torch_backends",),
     },
     {"bench": ("sides", "worker", "measurement", "reports")},
@@ -624,7 +625,7 @@ PURE = {
 }
 FRONT_DOOR = {PACKAGE} | {
     f"{PACKAGE}.{name}"
-    for name in ("distributed", "errors", "experts", "launch", "lax", "torch_backends")
+    for name in ("attention", "distributed", "errors", "experts", "launch", "lax", "torch_backends")
 }
 # Forked ranks, of torch's own suite and of ours, have the first two from their parent; the core is
 # a unit of its own.

@@ -20,11 +20,12 @@ HEAD = ["names", "mistake", "effect", "tests", "section"]
 def public_names() -> set[str]:
     """Return the public names, with those of submodules and DeviceMesh's methods."""
     found = {*dir(md), *dir(md.distributed), *md.errors.__all__, "PartitionSpec"}
-    found -= {"__version__", "checkpoint", "distributed", "experts", "lax"}
+    found -= {"__version__", "attention", "checkpoint", "distributed", "experts", "lax"}
     for kind in (md.DeviceMesh,):
         public = (name for name in vars(kind) if not name.startswith("_"))
         found |= {f"{kind.__name__}.{name}" for name in public if callable(getattr(kind, name))}
     found |= {f"checkpoint.{name}" for name in dir(md.checkpoint)}
+    found |= {f"attention.{name}" for name in md.attention.__all__}
     found |= {f"experts.{name}" for name in md.experts.__all__}
     return found | {f"lax.{name}" for name in md.lax.__all__}
 

@@ -64,5 +64,14 @@ def test_no_room_hides_a_public_name() -> None:
     # Python sets an imported submodule as an attribute of its package, over what was there.
     rooms = {path.stem for path in ROOT.glob("*.py")}
     rooms |= {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
-    shared = {"checkpoint", "distributed", "errors", "experts", "lax", "optim", "tensor_parallel"}
+    shared = {
+        "attention",
+        "checkpoint",
+        "distributed",
+        "errors",
+        "experts",
+        "lax",
+        "optim",
+        "tensor_parallel",
+    }
     assert rooms & set(meshdist.__all__) == shared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packaging"))
 
+import benchmark_tables
 import raised_errors
 import reference_tables
 from raised_errors import RaisedError, all_errors
@@ -42,6 +44,14 @@ def test_every_row_of_meshdist_s_variables_is_in_the_code() -> None:
     assert own | {"MESHDIST_BENCH_SOCKET"} == {
         name for name in reference_tables.names_in_code() if name.startswith("MESHDIST_")
     }
+
+
+def test_every_number_of_a_benchmark_is_in_a_generated_table() -> None:
+    page = reference_tables.PAGES["explanation/benchmarks.md"].read_text(encoding="utf-8")
+    numbers = re.findall(r"\d\.\d+", reference_tables.without_tables(page))
+    assert numbers == ["2.13"], "only the version of torch"
+    files = re.findall(r"`(\w+\.json)`", page)
+    assert [name for name in files if not (benchmark_tables.REPORTS / name).exists()] == []
 
 
 # -- errors -------------------------------------------------------------------------------------

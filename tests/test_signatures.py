@@ -201,8 +201,8 @@ DIFFERENCES: dict[str, tuple[set[str], set[str], str]] = {
     ),
     "DistributedDataParallel.__init__": (
         {"gradient_as_bucket_view"},
-        {"gradient_as_bucket_view", "verify_every"},
-        "gradients are views by default; a keyword-only addition",
+        {"gradient_as_bucket_view", "verify_every", "experts_over"},
+        "gradients are views by default; keyword-only additions",
     ),
     "DistributedSampler.__init__": (set(), {"pad"}, "a keyword-only addition"),
 }

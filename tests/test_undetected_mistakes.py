@@ -183,6 +183,50 @@ def test_the_state_of_another_rank_loads_into_a_split_model() -> None:
     assert md.simulate(program, 2) == [True, False]
 
 
+# -- attention ------------------------------------------------------------------------------------
+
+
+def attention_of_a_wrong_program(mistake: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each of two ranks computes, and the rows of one process."""
+    order = torch.arange(8, dtype=torch.float64)
+
+    def attended(positions: torch.Tensor, own: Any) -> list[torch.Tensor]:
+        # The score of a query and a key is the cosine of the distance of their positions.
+        q = torch.stack([positions.cos(), positions.sin()], -1).view(1, 1, -1, 2)
+        return [q, q, order[own].view(1, 1, -1, 1).expand(-1, -1, -1, 2)]
+
+    def program() -> tuple[torch.Tensor, torch.Tensor]:
+        axis = mesh_of_all("cp")["cp"]
+        layout = "contiguous" if mistake == "layout" else "zigzag"
+        own = md.attention.positions(8, axis, layout)
+        positions = order[:4] if mistake == "positions" else order[own]
+        y = md.attention.context_parallel(
+            *attended(positions, own), axis, causal=True, layout="zigzag"
+        )
+        whole = functional.scaled_dot_product_attention(
+            *attended(order, slice(None)), is_causal=True
+        )
+        return y, whole[:, :, own]
+
+    return md.simulate(program, 2)
+
+
+def test_tokens_in_another_layout_attend_to_later_tokens() -> None:
+    for found, wanted in attention_of_a_wrong_program(""):
+        torch.testing.assert_close(found, wanted)
+    (first, of_first), (second, _) = attention_of_a_wrong_program("layout")
+    torch.testing.assert_close(first[:, :, :2], of_first[:, :, :2])
+    assert (first[:, :, 2:] > of_first[:, :, 2:] + 0.5).all()  # values grow with the position
+    assert second.shape == first.shape
+
+
+def test_positions_that_begin_at_0_on_every_rank_change_the_attention() -> None:
+    (first, of_first), (second, of_second) = attention_of_a_wrong_program("positions")
+    torch.testing.assert_close(first[:, :, :2], of_first[:, :, :2])
+    assert (first - of_first).abs().max() > 0.1
+    assert (second - of_second).abs().max() > 0.1
+
+
 # -- shared tensors -------------------------------------------------------------------------------
 
 

@@ -83,6 +83,7 @@ OPERATION_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "pbroadcast": MappingProxyType({"V": "I"}),
         "experts.dispatch": MappingProxyType({"V": "V"}),
         "experts.combine": MappingProxyType({"V": "V"}),
+        "attention.context_parallel": MappingProxyType({"V": "V"}),
     }
 )
 """The kinds of all other collectives: result by operand."""

@@ -1,1 +1,1 @@
-"""The ways to move bytes: one folder a backend, one protocol for all."""
+"""Move bytes between ranks: one folder per backend, one interface for all."""

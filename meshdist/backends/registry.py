@@ -16,6 +16,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from ..arguments import DEFAULT_TIMEOUT
+from ..bootstrap.world import find_world
 from ..error_text import ranks_text
 from ..errors import BackendError
 from ..operation_table import REDUCING_OPERATIONS
@@ -202,7 +203,10 @@ def get_backend(name: str) -> BackendType:
     backend = find_backend(name)
     if backend is not None and backend.is_available():
         return backend
+    world = find_world()
     known = [known for known in backend_names() if _backends[known].is_available()]
+    if world is None or not world.is_simulated:
+        known = [name for name in known if name != "simulated"]  # processes cannot use it
     expected = f"one of: {', '.join(known)}"
     if backend is not None:
         found, fix = backend.why_unavailable()

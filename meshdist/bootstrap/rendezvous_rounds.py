@@ -43,7 +43,7 @@ from ..runtime.deadlines import Deadline
 from ..runtime.hosts import ProcessInfo, is_alive, my_process_info
 from ..runtime.integers import from_runs, to_runs
 from .arrival_counters import arrival_counter_of
-from .stores import PrefixStore, Store
+from .stores import NamedPrefixStore, PrefixStore, Store
 from .timeout_store import (
     TimeoutStore,
     await_key,
@@ -304,7 +304,7 @@ class RendezvousRound:
             rank,
             self.size,
             round_number,
-            PrefixStore(below, self.handle),
+            NamedPrefixStore(below, self.handle),  # a thread may use it while the world closes
             lambda: PrefixStore(below, self.handle.raw_clone()),
             self.handle,
             server,

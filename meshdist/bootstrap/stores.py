@@ -151,11 +151,14 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
 
 
 class NamedPrefixStore(PrefixStore):
-    """PrefixStore with a readable ``prefix``, unlike torch's own class."""
+    """PrefixStore that shows its ``prefix`` and keeps the Python part of ``store`` alive."""
+
+    # torch's class keeps only the C++ part alive, which raises "Not implemented" on its own.
 
     def __init__(self, prefix: str, store: Store) -> None:
         super().__init__(prefix, store)
         self.prefix = prefix
+        self._store = store
 
 
 class HostedStore(TCPStore):

@@ -96,7 +96,7 @@ class TimeoutStore(Store):
         timeout: how long to wait for a key without a deadline from ``within``.
     """
 
-    # Keep a reference while a PrefixStore uses it: the PrefixStore holds only the C++ part.
+    # Keep a reference while torch's PrefixStore uses it, which holds only the C++ part.
 
     def __init__(
         self,

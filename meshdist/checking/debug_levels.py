@@ -25,6 +25,7 @@ import torch.distributed
 from torch.distributed import DebugLevel
 
 from ..errors import ArgumentError, KindError
+from ..launching.rank_environment import find_bad_debug_level
 
 __all__ = [
     "TRACE",
@@ -92,14 +93,8 @@ def set_debug_level_from_env() -> None:
     Raises:
         ArgumentError: it is not OFF, INFO or DETAIL; the level is unchanged.
     """
-    value = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
-    if value is not None and value.upper() not in DebugLevel.__members__:
-        raise ArgumentError(
-            f"{value!r} is not a debug level",
-            where="the environment variable TORCH_DISTRIBUTED_DEBUG",
-            expected="OFF, INFO or DETAIL",
-            fix="set it to one of these values, or unset it, which means OFF",
-        )
+    if (fields := find_bad_debug_level(os.environ)) is not None:
+        raise ArgumentError(**fields)
     torch.distributed.set_debug_level_from_env()
     _follow()
 

@@ -9,7 +9,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from ..launching.rank_environment import LaunchError, find_mpiexec, mpiexec_environment
+from ..launching.rank_environment import (
+    LaunchError,
+    check_environment,
+    find_mpiexec,
+    mpiexec_environment,
+)
 from .diagnostics import has_core
 from .flags import (
     Parser,
@@ -140,6 +145,7 @@ def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
             expected="only the options -n, -m and --no-python",
             fix='pass options of mpiexec instead, for example --mpi-args="--host a:4,b:4"',
         )
+    check_environment(os.environ)
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise LaunchError(

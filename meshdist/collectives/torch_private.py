@@ -69,6 +69,20 @@ has_foreach_support = _foreach_utils._has_foreach_support
 step_pre_hooks = optimizer_module._global_optimizer_pre_hooks
 """torch's hooks that run before each step of any optimizer, by number."""
 
+FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+"""Flash attention on CUDA; returns the output, the logarithm of its sums, and seven others."""
+
+FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+"""Its backward."""
+
+FLASH_ATTENTION_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""Flash attention on CPUs; returns the output and the logarithm of its sums."""
+
+FLASH_ATTENTION_BACKWARD_FOR_CPU = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
+"""Its backward."""
+
 OverloadPacket = _ops.OpOverloadPacket
 """The class of the functions of ``torch.ops``, each with its overloads."""
 

@@ -45,6 +45,7 @@ class AxisReducer:
 
     Args:
         further: additional reduction axes, by parameter.
+        experts: axes over which a parameter varies and is not reduced, by parameter.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class AxisReducer:
         group: ProcessGroup,
         axes: DeviceMesh | None,
         further: Mapping[str, tuple[str, ...]],
+        experts: Mapping[str, tuple[str, ...]],
     ) -> None:
         self._parameters = parameters
         self._further = further
+        self._experts = experts
         # These are the user's annotations, which outlive the wrapper.
         self._reduced = {name: axes_of_kind(type_of(x), "R") for name, x in parameters.items()}
         self._untyped = {name for name, x in parameters.items() if find_type(x) is None}
@@ -107,10 +110,10 @@ class AxisReducer:
         made: dict[tuple[object, ...], tuple[Any, ...]] = {}
         found = []
         for name, parameter in self._parameters.items():
-            further = self._further.get(name, ())
-            key = parameter.__dict__.get(ANNOTATION), further, self._reduced[name]
+            further, cut = self._further.get(name, ()), self._experts.get(name, ())
+            key = parameter.__dict__.get(ANNOTATION), further, cut, self._reduced[name]
             if key not in made:
-                axes = (*names, *further)
+                axes = (*(axis for axis in names if axis not in cut), *further)
                 kinds = dict(kinds_in(self._without_own(name, type_of(parameter))))
                 for axis in axes:
                     if kinds.get(axis, "I") in "VU":
@@ -132,14 +135,19 @@ class AxisReducer:
 def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
     """Return the error for a ``tensor`` whose type is not equal along ``axis``."""
     kind = KINDS[kinds_in(type_of(tensor))[axis]]
+    fix = "pass as device_mesh= only axes along which the model is replicated, "
+    fix += f"without {axis!r}"
+    if not isinstance(tensor, torch.nn.Parameter):
+        fix += "; or pass broadcast_buffers=False, which leaves buffers as they are"
+    elif kind == KINDS["V"]:
+        fix += f"; if it holds experts, to which md.experts.dispatch sends tokens along {axis!r}, "
+        fix += f"pass a device_mesh with {axis!r}, and experts_over={axis!r}"
     return AxisTypeError(
         f"{OWNER} cannot replicate {name}: it is annotated as {kind} over {axis!r}",
         where=where,
         expected=f"a tensor that is equal on all ranks along {axis!r}",
         found=f"{name}: {tensor_text(tensor)}",
-        fix=f"pass as device_mesh= only axes along which the model is replicated, without "
-        f"{axis!r}; or exclude the tensor and average it yourself: "
-        f"md.DDP._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])",
+        fix=fix,
     )
 
 

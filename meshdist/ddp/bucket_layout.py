@@ -270,11 +270,12 @@ def lay(
         )
     ]
     own = [index for index in order if index not in extra_groups.groups]
-    # The status flags are sent with the last bucket if its group has all ranks.
-    others = sorted(
-        extra_groups.groups,
-        key=lambda index: (extra_groups.groups[index] is extra_groups.all_ranks, index),
-    )
+    # Experts differ in size between ranks, and so in their number of buckets. With the buckets of a
+    # group next to each other, ranks that share several groups still use them in one order. The
+    # status flags are sent with the last bucket if its group has all ranks.
+    numbers_of = {over: n for n, over in enumerate(dict.fromkeys(extra_groups.groups.values()))}
+    numbers_of[extra_groups.all_ranks] = len(numbers_of)
+    others = sorted(extra_groups.groups, key=lambda i: (numbers_of[extra_groups.groups[i]], i))
     laid = lay_out(
         items,
         [index for index in (*own, *others) if index not in unsent],
@@ -283,7 +284,7 @@ def lay(
         delayed=options.delayed - {*extra_groups.groups},
         delayed_after=options.delayed_after,
     )
-    num_flags = len(Ending) + len(parameters)
+    num_flags, of_flags = len(Ending) + len(parameters), averagings[extra_groups.all_ranks]
     buckets = []
     for indices, is_deferred in laid:
         is_last = indices is laid[-1].indices
@@ -295,7 +296,7 @@ def lay(
             bucket = Bucket.of_one(index, first, copy_mode, averaging, is_deferred=is_deferred)
             buckets.append(bucket)
             continue
-        num = num_flags * is_last
+        num = num_flags * (is_last and averaging is of_flags)
         bucket = _flat_bucket(
             terms, expected_gradients, indices, averaging, num, is_deferred=is_deferred
         )
@@ -303,19 +304,16 @@ def lay(
             if index in old_views:
                 member.grad = view.copy_(old_views[index])
         buckets.append(bucket)
-    last, of_flags = buckets[-1], averagings[extra_groups.all_ranks]
-    is_in_bucket = (
-        isinstance(last.copy_mode, Flat)
-        and last.averaging is of_flags
-        and not (has_hook and of_flags.group is group)
-    )
+    last = buckets[-1]
+    holds_flags = isinstance(last.copy_mode, Flat) and last.averaging is of_flags
+    is_in_bucket = holds_flags and not (has_hook and of_flags.group is group)
     numbers = (
         last.sent[len(last.flat) :]
-        if isinstance(last.copy_mode, Flat)
+        if holds_flags
         else torch.empty(num_flags, device=last.sent.device)
     )
     status_flags = StatusFlags(numbers, 1.0 if of_flags.scale is None else of_flags.scale)
-    if isinstance(last.copy_mode, Flat):
+    if holds_flags:
         last.status_flags = status_flags
     for bucket in buckets:
         bucket.note_users()

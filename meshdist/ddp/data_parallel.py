@@ -14,15 +14,21 @@ from ..annotations.axis_types import shown
 from ..checking.call_sites import warn_caller
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
-from ..errors import ArgumentError, GradientError, MeshError
+from ..errors import ArgumentError, GradientError, MeshError, MismatchError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.graph_breaks import untraced
+from ..runtime.graph_breaks import graphs_split_at_buckets, untraced, untraced_frame
 from ..typed_mode.module_annotations import restore_annotations
 from .axis_reducer import AxisReducer
 from .bucket_layout import ReductionOptions, bucket_caps
 from .divergence_checks import DivergenceChecks
-from .extra_axis_groups import further_axes, open_wider_groups
+from .extra_axis_groups import (
+    check_experts_over,
+    find_experts,
+    further_axes,
+    open_extra_groups,
+    reject_no_experts,
+)
 from .gradient_hooks import moved
 from .join_hook import JoinMethods
 from .model_checks import (
@@ -87,16 +93,20 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             the CPU or several devices.
         output_device: the device to which outputs are moved; by default the device of
             ``device_ids``.
-        dim, batched_grad_copy, check_reduction: without effect; the last warns.
-        broadcast_buffers: False never broadcasts buffers, even on construction.
+        dim, batched_grad_copy: without effect.
+        check_reduction: without effect; True warns.
+        broadcast_buffers: the older name of ``forward_sync_buffers``; False never broadcasts
+            buffers, even on construction.
         init_sync: False skips comparison and broadcast on construction.
-        process_group: the ranks over which gradients are averaged; or
-        device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. With
-            neither, all ranks, unless a mesh of several axes is open. Gradients of parameters
-            annotated as reduced over additional axes of that mesh are also summed over them.
-        bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first bucket.
+        process_group: the ranks over which gradients are averaged, unless you pass ``device_mesh``.
+        device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. Without it
+            and ``process_group``, all ranks, unless a mesh of several axes is open. Gradients of
+            parameters annotated as reduced over additional axes of that mesh are also summed over
+            them.
+        bucket_cap_mb: the size of a bucket in MiB, above 0; by default 25, and 1 for the first
+            bucket.
         bucket_cap_mb_list: a size per bucket, instead of ``bucket_cap_mb``; the last applies to all
-            further buckets.
+            further buckets. An empty list means None.
         find_unused_parameters: True allows missing gradients on a rank. Parameters used on some
             rank get the mean over all ranks; unused parameters keep their ``.grad``.
         gradient_as_bucket_view: False keeps gradients outside the buckets, which costs memory and a
@@ -104,12 +114,18 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         static_graph: promises that every backward computes the same gradients as the first, equally
             often; gradients missing in the first are then no error.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are sent together
-            after the gradient of
-        param_to_hook_all_reduce: this parameter; they are averaged when ``backward()`` returns.
-        mixed_precision: see ``MixedPrecision``.
+            after the gradient of ``param_to_hook_all_reduce``; they are averaged when
+            ``backward()`` returns.
+        param_to_hook_all_reduce: the parameter after whose gradient the delayed gradients are sent.
+        mixed_precision: the dtypes in which DDP computes and sends; see ``MixedPrecision``.
         skip_all_reduce_unused_params: promises that parameters unused on all ranks in the first
             step stay unused; never sends them.
-        forward_sync_buffers: False does not broadcast buffers after construction.
+        forward_sync_buffers: False does not broadcast buffers after construction; by default each
+            forward broadcasts them.
+        experts_over: an axis of ``device_mesh``, or several, over which annotated experts are
+            sharded. DDP makes them equal, and averages their gradients, over the other axes only.
+            It divides these gradients by the size of the axis, because ``md.experts.dispatch``
+            sends tokens of all its ranks to an expert.
         verify_every: compare replicas bitwise after averaged backwards 2, 10, 100 and every
             ``verify_every``-th; 0: never.
 
@@ -118,11 +134,13 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
     Raises:
         MismatchError: on every rank, if the ranks' modules or options differ; shows both.
-        AxisTypeError: a tensor is annotated (``md.annotate``) as varying between the ranks; or as
-            reduced over an axis while the wrapper has no mesh.
-        AxisError: a tensor is annotated as reduced over an axis that the mesh lacks.
-        MeshError: no axes are given while a mesh of several axes is open; or an unannotated tensor
-            is equal along one axis and differs along another.
+        AxisTypeError: a tensor is annotated (``md.annotate``) as varying between the ranks, over
+            an axis that is not in ``experts_over``; or as reduced over an axis while the wrapper
+            has no mesh; or no parameter varies over ``experts_over``.
+        AxisError: a tensor is annotated as reduced over an axis that the mesh lacks; or
+            ``experts_over`` is not an axis of ``device_mesh``.
+        MeshError: no axes are given while a mesh of several axes is open; an unannotated tensor is
+            equal along one axis and differs along another; or ``experts_over`` without named axes.
         GradientError: the module has no parameter that requires a gradient.
 
     Example:
@@ -161,6 +179,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         forward_sync_buffers: bool | None = None,
         *,
         verify_every: int = 1000,
+        experts_over: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         has_buffers = broadcast_buffers is not False
@@ -185,12 +204,15 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         older, newer = broadcast_buffers, forward_sync_buffers
         reject_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)
         reject_both(MeshError, process_group=process_group, device_mesh=device_mesh)
+        expert_axes = check_experts_over(experts_over, device_mesh)
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.device_mesh = device_mesh
         state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
-        reject_marked_shards(state if init_sync else trained, self.process_group, device_mesh)
+        weights = module_state(module, self.parameters_to_ignore, with_buffers=False)
+        self._experts = find_experts(weights, expert_axes)
+        checked = state if init_sync else trained
+        reject_marked_shards(checked, self.process_group, device_mesh, self._experts)
         if process_group is None and device_mesh is None:
-            weights = module_state(module, self.parameters_to_ignore, with_buffers=False)
             reject_unnamed_axes(weights, self.process_group)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
@@ -207,17 +229,31 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self._further = further_axes(trained, self.process_group, self.device_mesh)
         if init_sync:
             facts = {name: tensor_facts(tensor) for name, tensor in state.items()}
-            # Compare first: other ranks would wait in the opening of groups over additional axes.
+            # The shapes of experts may differ; they are compared over the other axes.
+            facts |= {name: f"varies over {shown(cut)}" for name, cut in self._experts.items()}
+            # Compare first: other ranks would wait in the opening of groups over other axes.
             self._compare(module, self.process_group, facts)
             if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
                 device = next(iter(trained.values())).device
                 reject_probable_shards(without_annotations(state), self.device_mesh, device)
+        # After the comparison: a rank without experts must not raise alone.
+        reject_no_experts(weights, self._experts, expert_axes, device_mesh)
         self._adopt(module)
         if init_sync:
-            self._make_equal(state)
+            try:
+                self._make_equal(state)
+            except MismatchError:
+                self._remove_autograd_hooks()
+                raise
 
-    def _compare(self, module: nn.Module, over: ProcessGroup, facts: dict[str, str]) -> None:
-        """Raise on all ranks of a group if their models or options differ."""
+    def _compare(
+        self,
+        module: nn.Module,
+        over: ProcessGroup,
+        facts: dict[str, str],
+        all_ranks: ProcessGroup | None = None,
+    ) -> None:
+        """Raise on all ranks of a group, or of ``all_ranks``, if models or options differ."""
         trainable = trainable_parameters(module, self.parameters_to_ignore)
         options = {
             **self._reduction_options(module, trainable).shared(list(trainable)),
@@ -231,6 +267,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
                 **{f"option {name}": str(value) for name, value in options.items()},
             },
             over,
+            all_ranks,
             device=next(iter(trainable.values())).device,
             summary=f"DistributedDataParallel: the ranks wrap different "
             f"{type(module).__name__} modules, or use different options",
@@ -240,18 +277,20 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     def _make_equal(self, state: dict[str, torch.Tensor]) -> None:
         """Broadcast each tensor from the first rank of its group."""
         terms, group = self.reducer.layout.terms, self.process_group
-        if terms.extra_groups.groups:  # shards differ in shape along further axes
+        extra_groups = terms.extra_groups
+        if extra_groups.all_ranks is not group:  # shards differ in shape along further axes
             names = dict.fromkeys(terms.gradient_errors.names, "trained")
-            self._compare(self.module, terms.extra_groups.all_ranks, names)
-        by_group: dict[ProcessGroup, list[torch.Tensor]] = {group: []}
-        over_further = {
-            terms.gradient_errors.names[i]: extra_groups
-            for i, extra_groups in terms.extra_groups.groups.items()
-        }
+            self._compare(self.module, extra_groups.all_ranks, names)
+        by_group: dict[ProcessGroup, dict[str, torch.Tensor]] = {group: {}}
         for name, tensor in state.items():
-            by_group.setdefault(over_further.get(name, group), []).append(tensor.detach())
+            over = extra_groups.by_name.get(name, group)
+            by_group.setdefault(over, {})[name] = tensor.detach()
         for over, tensors in by_group.items():
-            broadcast_from(0, tensors, over)
+            if over is not group:
+                facts = {name: tensor_facts(tensor) for name, tensor in tensors.items()}
+                self._compare(self.module, over, facts, extra_groups.all_ranks)
+        for over, tensors in by_group.items():
+            broadcast_from(0, [*tensors.values()], over)
 
     def _adopt(self, module: nn.Module) -> None:
         """Use ``module`` as the model: register hooks, open additional groups."""
@@ -274,8 +313,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         options = self._reduction_options(module, trainable)
         group = self.process_group
         names = list(trainable)
-        extra_groups = open_wider_groups(self._further, names, group, self.device_mesh, self.device)
-        self._owner = AxisReducer(trainable, group, self.device_mesh, self._further)
+        other_axes = self._further, self._experts
+        extra_groups = open_extra_groups(*other_axes, names, group, self.device_mesh, self.device)
+        self._owner = AxisReducer(trainable, group, self.device_mesh, *other_axes)
         self._divergence_checks = DivergenceChecks(module, self.verify_every, self.device)
         self.reducer = Reducer(
             parameters, names, group, options, extra_groups, self._divergence_checks
@@ -305,6 +345,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
     # -- training ---------------------------------------------------------------------------------
 
+    @untraced_frame
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast the buffers of the axis's first rank, then run the module's forward.
 
@@ -318,7 +359,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             inputs, kwargs = moved((inputs, kwargs), self.device)
         if self._cast is not None:
             inputs, kwargs = self._cast.cast_inputs((inputs, kwargs))
-        outputs = self.module(*inputs, **kwargs)
+        with graphs_split_at_buckets(self.bucket_bytes_cap):
+            outputs = self.module(*inputs, **kwargs)
         if self.output_device is not None and self.output_device != self.device:
             outputs = moved(outputs, self.output_device)
         return self._end_forward(outputs)

@@ -127,14 +127,13 @@ class DivergenceChecks:
         root = self._module.training  # ranks may have different submodules, which follow the root
         num_other = sum(module.training != root for module in self._module.modules())
         mode = f"{'train' if root else 'eval'}(), except for {num_other} submodules"
-        names, groups = terms.gradient_errors.names, terms.extra_groups.groups
-        further = {names[index]: group for index, group in groups.items()}
+        groups = terms.extra_groups.by_name
         states: dict[ProcessGroup, tuple[dict[str, str], dict[str, torch.Tensor]]]
         states = {terms.group: ({"mode": mode}, {})}
         states |= {group: ({}, {}) for group in groups.values() if group not in states}
         found = module_state(self._module, ignored_names(self._module), with_buffers=False)
         for name, parameter in found.items():
-            group = further.get(name, terms.group)
+            group = groups.get(name, terms.group)
             kinds = kinds_in(type_of(parameter))
             # Tensors that are annotated as shards differ between ranks.
             if not any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds):

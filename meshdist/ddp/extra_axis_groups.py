@@ -1,4 +1,4 @@
-"""Open the groups of a wrapper whose parameters are reduced over additional axes."""
+"""Open the groups of a wrapper that reduces some parameters over other axes than its own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from ..annotations.axis_types import annotation_of, axes_of_kind, shown, type_of, with_kinds
-from ..errors import AxisTypeError
+from ..error_text import first_texts
+from ..errors import AxisTypeError, KindError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
+from ..mesh.layout_arguments import no_axis
 from ..typed_mode.type_errors import mesh_text, tensor_text
 from .reduction import find_further_axes
 
@@ -23,10 +25,13 @@ class ExtraAxisGroups:
 
     Args:
         all_ranks: the union of all groups, which exchanges status flags.
-        groups: by parameter index, the group over its additional axes and the wrapper's.
+        by_name: by parameter name, the group over its additional axes and the wrapper's, without
+            axes over which it varies.
+        groups: the same for trained parameters, by index.
     """
 
     all_ranks: ProcessGroup
+    by_name: Mapping[str, ProcessGroup] = field(default_factory=dict)
     groups: Mapping[int, ProcessGroup] = field(default_factory=dict)
 
 
@@ -101,8 +106,9 @@ def _own_axes(group: ProcessGroup, axes: DeviceMesh) -> set[str]:
     return {*axes.axis_names, *axes_spanned(axes.root.layout, group.ranks)}
 
 
-def open_wider_groups(
+def open_extra_groups(
     further: Mapping[str, tuple[str, ...]],
+    experts: Mapping[str, tuple[str, ...]],
     names: Sequence[str],
     group: ProcessGroup,
     axes: DeviceMesh | None,
@@ -112,26 +118,109 @@ def open_wider_groups(
 
     Args:
         further: the result of ``further_axes``.
+        experts: the result of ``find_experts``.
         names: of all trained parameters.
         axes: the wrapper's submesh; None, for a group only, opens no additional groups.
     """
-    if axes is None or not further:
+    sizes = {} if axes is None else axes.axis_sizes
+    experts = {
+        name: cut
+        for name, varying in experts.items()
+        if (cut := tuple(axis for axis in varying if sizes[axis] > 1))
+    }
+    if axes is None or not (further or experts):
         return ExtraAxisGroups(group)
     mesh, own = axes.root, _own_axes(group, axes)
 
-    def group_over(more: Sequence[str]) -> ProcessGroup:
-        names = tuple(axis for axis in mesh.axis_names if axis in own or axis in more)
-        opened = resolve_group(mesh[names])
+    def group_over(more: tuple[str, ...], cut: tuple[str, ...] = ()) -> ProcessGroup:
+        rest = tuple(axis for axis in axes.axis_names if axis not in cut)
+        if not cut:
+            opened = resolve_group(mesh[tuple(a for a in mesh.axis_names if a in own or a in more)])
+        elif rest and more:
+            opened = resolve_group(DeviceMesh.concatenate([axes[rest], mesh[more]]))
+        elif rest or more:
+            opened = resolve_group(axes[rest] if rest else mesh[more])
+        else:  # each rank holds other experts
+            rank = group.world.rank
+            opened = ProcessGroup(group.world, (rank,), name=f"rank {rank} alone")
         opened.connect(device)
         return opened
 
     # Opening a group is collective, so open them in the order of their first parameters.
-    groups = {more: group_over(more) for more in dict.fromkeys(further.values())}
-    all_ranks = group_over([axis for more in groups for axis in more])
+    keys = {name: (further.get(name, ()), experts.get(name, ())) for name in {**further, **experts}}
+    groups = {key: group_over(*key) for key in dict.fromkeys(keys.values())}
+    all_ranks = group_over(tuple(a for more, _ in groups for a in more)) if further else group
+    by_name = {name: groups[key] for name, key in keys.items()}
     indices = {name: index for index, name in enumerate(names)}
     return ExtraAxisGroups(
-        all_ranks, {indices[name]: groups[more] for name, more in further.items()}
+        all_ranks,
+        by_name,
+        {indices[name]: over for name, over in by_name.items() if name in indices},
     )
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+def check_experts_over(given: object, axes: DeviceMesh | None) -> tuple[str, ...]:
+    """Return the axes of ``experts_over``; raise unless they are axes of the wrapper's mesh."""
+    names = (given,) if isinstance(given, str) else () if given is None else given
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise KindError(
+            f"experts_over is {given!r}",
+            expected="the name of an axis of device_mesh, or a tuple of names",
+            fix="pass for example experts_over='ep'",
+        )
+    if names and (axes is None or axes.mesh_dim_names is None):
+        raise MeshError(
+            f"experts_over={given!r} requires a device_mesh with this axis",
+            expected="the axes along which the ranks have different data, as device_mesh=",
+            found="no device_mesh" if axes is None else "a device_mesh without axis names",
+            fix=f"pass for example device_mesh=mesh['dp', {names[0]!r}], experts_over={given!r}",
+        )
+    for axis in names:
+        if axes is not None and axis not in axes.axis_names:
+            where = f"experts_over of DDP over {shown(axes.axis_names)} of {mesh_text(axes.root)}"
+            error = no_axis(axis, axes.axis_names, where)
+            if axis in axes.root.axis_names:
+                both = [a for a in axes.root.axis_names if a in axes.axis_names or a == axis]
+                error.add_fix(
+                    f"pass device_mesh=mesh[{shown(both)}] if the ranks along {axis!r} have "
+                    "different data"
+                )
+            raise error
+    return tuple(dict.fromkeys(names))
+
+
+def find_experts(
+    parameters: Mapping[str, torch.Tensor], experts_over: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return, by name, the axes of ``experts_over`` over which parameters vary."""
+    found = {
+        name: tuple(axis for axis in axes_of_kind(type_of(x), "V") if axis in experts_over)
+        for name, x in parameters.items()
+    }
+    return {name: cut for name, cut in found.items() if cut}
+
+
+def reject_no_experts(
+    parameters: Mapping[str, torch.Tensor],
+    experts: Mapping[str, tuple[str, ...]],
+    experts_over: Sequence[str],
+    axes: DeviceMesh | None,
+) -> None:
+    """Raise if no parameter varies over an axis of ``experts_over``."""
+    for axis in experts_over:
+        if axes is not None and not any(axis in cut for cut in experts.values()):
+            raise AxisTypeError(
+                f"experts_over={axis!r}: no parameter is annotated as varying over {axis!r}",
+                where=f"DDP over {shown(axes.axis_names)} of {mesh_text(axes.root)}",
+                expected=f"experts that are annotated as sharded over {axis!r}",
+                found=first_texts([f"{n}: {tensor_text(x)}" for n, x in parameters.items()]),
+                fix=f"annotate the experts before you wrap the model: "
+                f"md.annotate(model, {{'*.experts.*': 'e@{axis} ...'}}, mesh=mesh); or remove "
+                "experts_over",
+            )
 
 
 def _reject_without_mesh(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:

@@ -140,23 +140,25 @@ class GradientErrors:
         )
 
     def warn_of_hook_with_wider_group(self, indices: Iterable[int]) -> None:
-        """Warn that a communication hook skips ``indices``, reduced over additional axes."""
+        """Warn that a communication hook skips ``indices``, reduced over other axes."""
         summary = "a communication hook averages over the wrapper's group only"
         names = [self.names[index] for index in indices]
-        found = f"reduced over additional axes: {first_texts(names, ', ')}"
+        found = f"averaged over other axes: {first_texts(names, ', ')}"
         expected = "all gradients averaged over one group; these are averaged without the hook"
         warn_caller(explain(summary, where=self._where, expected=expected, found=found))
 
     def group_with_wider(self) -> GradientError:
         return self._error(
-            "cannot change the group of a wrapper whose parameters are annotated as reduced",
-            expected="parameters without annotations of axes to reduce over",
+            "cannot change the group of a wrapper whose parameters are annotated as reduced or as "
+            "experts",
+            expected="parameters without annotations of axes",
             fix="del ddp and its outputs, and wrap the model again with device_mesh=",
         )
 
     def joined_with_wider(self) -> JoinError:
         return JoinError(
-            "cannot use a join context with parameters that are reduced over additional axes",
+            "cannot use a join context with parameters that are averaged over other axes than the "
+            "wrapper's",
             where=self._where,
             expected="a model whose gradients are averaged over one group, in which each rank "
             "without data substitutes only for itself",

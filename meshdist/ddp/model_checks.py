@@ -266,8 +266,8 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             f"{name} is not a dense tensor",
             expected="dense parameters and buffers; their gradients may be sparse",
             found=f"layout {str(tensor.layout).removeprefix('torch.')}",
-            fix=f"make it dense; or exclude it from DDP: "
-            f"md.DDP._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])",
+            fix="convert it with to_dense()"
+            + "; or pass broadcast_buffers=False" * (not isinstance(tensor, nn.Parameter)),
         )
     dtype = tensor.dtype
     if tensor.requires_grad and dtype.is_floating_point and dtype.itemsize == 1:

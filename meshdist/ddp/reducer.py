@@ -110,7 +110,7 @@ class Reducer:
             (),
         )
         self._multiplied = [
-            multiply_increments(parameters[index], over.size() // group.size())
+            multiply_increments(parameters[index], over.size() / group.size())
             for index, over in extra_groups.groups.items()
         ]
 

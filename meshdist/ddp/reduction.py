@@ -7,6 +7,10 @@ would sum a sum again. So each backward, averaged or local, multiplies its incre
 the size of the additional axes, and ``.grad`` is averaged over all ranks; averages can be repeated.
 Results of ``torch.autograd.grad`` are unchanged.
 
+Experts vary over some of the wrapper's axes. The ranks along them send their tokens to the experts,
+so a backward computes the sum over these axes. Its increments are divided by their size, and
+``.grad`` is averaged over the wrapper's other axes.
+
 Worked example: a norm "d {R:tp}" on (dp=2, tp=2), wrapped over 'dp'. The backward computes these
 partial sums; the wanted gradient is their sum over 'tp' and mean over 'dp'.
 
@@ -69,7 +73,9 @@ def find_further_axes(
     return tuple(axis for axis, size in sizes.items() if axis in further and size > 1)
 
 
-def multiply_increments(parameter: torch.nn.Parameter, factor: int) -> tuple[Any, RemovableHandle]:
+def multiply_increments(
+    parameter: torch.nn.Parameter, factor: float
+) -> tuple[Any, RemovableHandle]:
     """Multiply increments of ``.grad``; return the hook's node (keep it) and handle."""
 
     @untraced

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..collectives.flat_sums import broadcast_from
+from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import is_wrapped, outside_transforms
 from ..collectives.value_comparison import agree
 from ..dtypes import dtype_name
@@ -91,15 +92,30 @@ def tensor_facts(tensor: torch.Tensor) -> str:
 
 
 def check_equal(
-    texts: Mapping[str, str], group: ProcessGroup, *, device: torch.device, summary: str, fix: str
+    texts: Mapping[str, str],
+    group: ProcessGroup,
+    all_ranks: ProcessGroup | None = None,
+    *,
+    device: torch.device,
+    summary: str,
+    fix: str,
 ) -> None:
-    """Raise MismatchError on all ranks if ``texts``, by label, or their order differ."""
+    """Raise MismatchError on all ranks if ``texts``, by label, or their order differ.
+
+    Args:
+        all_ranks: raises on these ranks, which compare in several groups; None for ``group``.
+    """
     difference = agree(group, texts, {}, op_name="a comparison of models", device=device)
-    if difference:
+    found = [(group.ranks, difference.found)] if difference else []
+    if all_ranks is not None:  # ranks of other groups may have found none
+        with torch.cuda.device_of(torch.empty(0, device=device)):
+            found = [entry for entries in gather_from_all(found, all_ranks) for entry in entries]
+    if found:
+        ranks, text = found[0]
         raise MismatchError(
             summary,
-            where=f"group of {ranks_text(group.ranks)}",
+            where=f"group of {ranks_text(ranks)}",
             expected="equal entries, in the same order, on every rank",
-            found=difference.found,
+            found=text,
             fix=fix,
         )

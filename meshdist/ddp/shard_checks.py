@@ -41,12 +41,20 @@ from .extra_axis_groups import axes_spanned, layouts_with
 
 
 def reject_marked_shards(
-    tensors: Mapping[str, torch.Tensor], group: ProcessGroup, axes: DeviceMesh | None
+    tensors: Mapping[str, torch.Tensor],
+    group: ProcessGroup,
+    axes: DeviceMesh | None,
+    experts: Mapping[str, Sequence[str]],
 ) -> None:
-    """Raise if a tensor is annotated as varying or unreduced over an axis of ``group``."""
+    """Raise if a tensor is annotated as varying or unreduced over an axis of ``group``.
+
+    Args:
+        experts: by name, the axes over which a parameter may vary.
+    """
     is_spanned: dict[str, bool] = {}
     for name, tensor in tensors.items():
-        for axis in (axis for axis, kind in kinds_in(type_of(tensor)).items() if kind in "VU"):
+        kinds, allowed = kinds_in(type_of(tensor)), experts.get(name, ())
+        for axis in (it for it, kind in kinds.items() if kind in "VU" and it not in allowed):
             if axis not in is_spanned:
                 layouts = layouts_with(axis, group, axes)
                 is_spanned[axis] = any(axis in axes_spanned(it, group.ranks) for it in layouts)

@@ -112,10 +112,10 @@ class TorchMethods:
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over another group from the next forward on; collective over it."""
         group = resolve_group(new_process_group)
-        if self.reducer.layout.terms.extra_groups.groups or self._owner.has_reduced:
+        if self.reducer.layout.terms.extra_groups.by_name or self._owner.has_reduced:
             raise self.reducer.layout.terms.gradient_errors.group_with_wider()
         axes = new_process_group if isinstance(new_process_group, DeviceMesh) else None
-        reject_marked_shards(dict(self.module.named_parameters()), group, axes)
+        reject_marked_shards(dict(self.module.named_parameters()), group, axes, {})
         self.process_group, self.device_mesh = group, axes
         for device in dict.fromkeys(parameter.device for parameter in self.module.parameters()):
             self.process_group.connect(device)

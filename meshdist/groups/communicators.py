@@ -115,8 +115,8 @@ class Registry:
         self.fingerprint_tables = FingerprintTables(world)
         self.endings = Endings(world)
         self.liveness = Liveness(world, self.endings)
-        self.look: Callable[[], None] | None = None
-        """The function that the control thread calls regularly."""
+        self.look: Callable[[], Callable[[], None] | None] | None = None
+        """The function that the control thread calls regularly; see ``ControlThread``."""
         self.stall_warning_s: float | None = None
         """The limit of the ``stall_warning`` block; 0 disables the warning."""
         self._agreements = Agreements(world, self.endings)
@@ -350,10 +350,9 @@ class Registry:
         )
         return f"{stack_text(self.world.thread_id)}  {operation}\n"
 
-    def _look(self) -> None:
-        if self.look is not None:
-            self.look()
+    def _look(self) -> Callable[[], None] | None:
         self._answerer.look()
+        return None if self.look is None else self.look()
 
     def compare_last(self, device_groups: Iterable[Any]) -> MeshdistError | None:
         """Compare last calls with other hosts as ``device_groups`` close; return an error."""

@@ -74,7 +74,7 @@ class ControlThread:
         answer: Answers an ``ask`` message.
         abort: Handles an ``abort`` message.
         look: Called at least eight times a second; may make store requests but must not wait for
-            ranks.
+            ranks. If it returns a call that waits for ranks, a separate thread runs that call.
         signs: Heartbeats of this host's processes.
     """
 
@@ -84,7 +84,7 @@ class ControlThread:
         handle: TimeoutStore,
         answer: Callable[[dict[str, Any]], ControlReply],
         abort: Callable[[dict[str, Any]], None],
-        look: Callable[[], None],
+        look: Callable[[], Callable[[], None] | None],
         signs: Heartbeats,
     ) -> None:
         self._world = world
@@ -93,6 +93,7 @@ class ControlThread:
         self._awaited, self._is_proven = "", False
         self._next_alarm, self._next_look = Deadline(ALARM_DELAY_S), Deadline(0.0)
         self._look = look
+        self._waits: list[threading.Thread] = []
         self._store = world.store
         self._rank = world.rank
         self._answer = answer
@@ -104,11 +105,11 @@ class ControlThread:
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="meshdist-signals", daemon=True)
         self._thread.start()
-        # A thread that Python ends inside torch's C++ would take the process down with it.
+        # If Python ends a thread inside torch's C++, the process aborts.
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread; do nothing in a forked child."""
+        """End the thread and the calls that it has started; do nothing in a forked child."""
         atexit.unregister(self.stop)
         if self._process_id != os.getpid() or self._is_stopped:
             return
@@ -116,6 +117,8 @@ class ControlThread:
         os.write(self._wake, b"x")  # closing would not do: a forked child holds this end, too
         if self._thread is not threading.current_thread():
             self._thread.join(_END_S)
+        for wait in self._waits:
+            wait.join(_END_S)
         if not self._thread.is_alive():
             os.close(self._wake)
             os.close(self._woken)
@@ -123,8 +126,8 @@ class ControlThread:
     def _run(self) -> None:
         has_ended = False
         while not (has_ended or self._is_stopped):
+            self._start_wait()
             self._act_on_all(self._signs.find_published())
-            self._look()
             alarms = [self._alarm.connection] if self._alarm is not None else []
             ready = find_readable([self._woken, *{*self._handle.ends, *alarms}], _PERIOD_S)
             if self._woken in ready:
@@ -136,6 +139,13 @@ class ControlThread:
         else:
             self._handle.let_server_end()
         self._drop_alarm(ALARM_DELAY_S)
+
+    def _start_wait(self) -> None:
+        """Call ``look``, and run the call that it returns in a thread that ``stop`` waits for."""
+        if (call := self._look()) is not None:
+            wait = threading.Thread(target=call, name="meshdist-waits", daemon=True)
+            wait.start()
+            self._waits = [*filter(threading.Thread.is_alive, self._waits), wait]
 
     def _act_on_all(self, announced: int | None) -> None:
         """Handle new messages up to number ``announced``; None: look in the store."""

@@ -283,12 +283,12 @@ class LatePeers:
         self._moment = 0
         self._deadline = Deadline(None)
 
-    def look(self) -> None:
-        """Log once, in a new thread, which ranks a late call waits for."""
+    def look(self) -> Callable[[], None] | None:
+        """Return a call that logs which ranks a late call waits for, once for each late call."""
         registry = get_registry(self._world)
         opened = max(registry.all_opened(), key=lambda each: each.recorder.moment, default=None)
         if opened is None:
-            return
+            return None
         if opened.recorder.moment != self._moment:
             given_s = registry.stall_warning_s
             self._moment = opened.recorder.moment
@@ -298,13 +298,8 @@ class LatePeers:
             self._deadline = Deadline(None)  # log it only once
             call = opened.recorder.find_note()
             if call is not None:
-                thread = threading.Thread(
-                    target=self._log_late_ranks,
-                    args=(opened, call),
-                    name="meshdist-waits",
-                    daemon=True,
-                )
-                thread.start()
+                return partial(self._log_late_ranks, opened, call)
+        return None
 
     def _log_late_ranks(self, opened: OpenCommunicator, call: CallRecord) -> None:
         members, store = WorldPeers(self._world, call.group, opened), self._world.store

@@ -31,7 +31,13 @@ from ..runtime.hosts import MORE_DESCRIPTORS, raise_descriptor_limit
 from .child_processes import GRACE_S, Launch, ProcessExit
 from .failed_ranks import Failure, Report, find_cause, grouped, stacks_text, summary_of, text_of
 from .output import LOOK_S, Console, Destination, Output, Stream, open_terminal, show
-from .rank_environment import JobNode, LaunchError, rank_environment, reserve_port
+from .rank_environment import (
+    JobNode,
+    LaunchError,
+    check_environment,
+    rank_environment,
+    reserve_port,
+)
 
 DEFAULT_PORT = 29500
 """The default port of rank 0's store on several hosts, as in torch."""
@@ -170,7 +176,8 @@ def run_processes(
     """
     _check(command, nprocs, node)
     nnodes = node.nnodes
-    output.check_ranks(nprocs * nnodes)
+    output.check_ranks(nprocs, nnodes)
+    check_environment(os.environ if env is None else env)
     per_rank = 5 if output.tee or output.redirects else 3  # two pipes, a handle, and two files
     if lack := raise_descriptor_limit(_DESCRIPTORS + nprocs * per_rank):
         raise LaunchError(f"cannot start {nprocs} processes: {lack}", fix=MORE_DESCRIPTORS)

@@ -93,16 +93,23 @@ class Output:
     tee: int | Mapping[int, int] = 0
     log_dir: str | None = None
 
-    def check_ranks(self, world_size: int) -> None:
-        """Raise LaunchError if options name a rank outside a job of ``world_size``."""
+    def check_ranks(self, nprocs: int, nnodes: int) -> None:
+        """Raise LaunchError if options name a rank outside the job, with ``nprocs`` per host."""
         terminal = () if self.terminal is None else (self.terminal,)
-        for flag, ranks in (("--ranks", self.ranks or ()), ("--terminal", terminal)):
-            if max(ranks, default=0) >= world_size:
+        by_streams = (() if isinstance(it, int) else it for it in (self.redirects, self.tee))
+        by_local_rank = ("--local-ranks-filter", "--redirects", "--tee")
+        named = [("--ranks", self.ranks or ()), ("--terminal", terminal)]
+        named += zip(by_local_rank, (self.shown or (), *by_streams), strict=True)
+        for flag, ranks in named:
+            is_local = flag in by_local_rank
+            size = nprocs if is_local else nprocs * nnodes
+            if max(ranks, default=0) >= size:
+                rank, scope = ("local rank", "on a host") if is_local else ("rank", "in a job")
                 raise LaunchError(
-                    f"rank {max(ranks)} does not exist in a job of {world_size} rank(s)",
+                    f"{rank} {max(ranks)} does not exist {scope} of {size} rank(s)",
                     where=flag,
-                    expected=f"0 to {world_size - 1}",
-                    fix=f"pass ranks below {world_size}, or start more ranks with -n",
+                    expected=f"0 to {size - 1}",
+                    fix=f"pass {rank}s below {size}, or start more ranks with -n",
                 )
 
     def destination(self, kind: str, *, rank: int, local_rank: int) -> Destination:

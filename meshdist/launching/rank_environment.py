@@ -39,6 +39,28 @@ class LaunchError(ExplainedError, ValueError):
     """A job cannot be started with these arguments; no process has been started."""
 
 
+_DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
+
+
+def find_bad_debug_level(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the fields of an error if torch would reject its debug level, else None."""
+    value = environment.get(_DEBUG_LEVEL)
+    if value is None or value.upper() in ("OFF", "INFO", "DETAIL"):
+        return None
+    return {
+        "summary": f"{value!r} is not a debug level",
+        "where": f"the environment variable {_DEBUG_LEVEL}",
+        "expected": "OFF, INFO or DETAIL",
+        "fix": "set it to one of these values, or unset it, which means OFF",
+    }
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if ``import torch`` would fail on every rank."""
+    if (fields := find_bad_debug_level(environment)) is not None:
+        raise LaunchError(**fields)
+
+
 # -- the environment of a rank ------------------------------------------------------------------
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"

@@ -69,18 +69,23 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
         >>> print(md.simulate(program, 4)[0])
         tree['scale'], shape (), int64: rank 1 differs from rank 0, by up to 1 of its largest value
     """
-    axes = get_axes("assert_equal", axis, mesh, argument="axis")
+    check_equal("assert_equal", tree, axis, mesh)
+
+
+def check_equal(call: str, tree: Any, axis: AxisName, mesh: DeviceMesh | None = None) -> None:
+    """Implement ``assert_equal`` for the public function ``call``, which errors show."""
+    axes = get_axes(call, axis, mesh, argument="axis")
     group = resolve_group(axes)
     if are_transforms_active():
         raise ArgumentError(
-            "assert_equal cannot compare inside a transform of torch.func",
+            f"{call} cannot compare inside a transform of torch.func",
             where=group.name,
             expected="a call outside of grad, vmap and other transforms",
             fix="call it before the transform, or on its result",
         )
     if isinstance(tree, torch.optim.Optimizer):
         raise KindError(
-            "assert_equal cannot compare an optimizer",
+            f"{call} cannot compare an optimizer",
             found=with_article(type(tree).__name__),
             fix="pass optimizer.state_dict()",
         )
@@ -92,27 +97,27 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
     own = _own_axes(tree, leaves, axes)
     with torch.no_grad():
         tensors = {
-            path: as_tensor(leaf, argument=path, operation="assert_equal", writable=False).detach()
+            path: as_tensor(leaf, argument=path, operation=call, writable=False).detach()
             for path, leaf in leaves.items()
             if type(leaf) not in _PLAIN
         }
         for path, x in tensors.items():
             if x.is_meta:
                 raise KindError(
-                    f"assert_equal: {path} has no values because it is on the meta device",
+                    f"{call}: {path} has no values because it is on the meta device",
                     fix="call model.to_empty(device=...) and load its values first",
                 )
         # Shards may differ in shape along the axes that split them, but not in annotations.
         texts = {path: repr(leaf) for path, leaf in leaves.items() if path not in tensors}
         texts |= {path: f"varying over {shown(cut)}" for path, cut in own.items() if cut}
         equal = {path: x for path, x in tensors.items() if path not in texts}
-        found = _find_different(texts, equal, group)
+        found = _find_different(call, texts, equal, group)
         if not found and any(own.values()):
             shards = {path: x for path, x in tensors.items() if path in texts}
-            found = _find_different_shards(shards, own, axes)
+            found = _find_different_shards(call, shards, own, axes)
     if found:
         raise UnequalError(
-            f"assert_equal: values are not the same on every rank over {group.name}",
+            f"{call}: values are not the same on every rank over {group.name}",
             where=show_site(call_site()),
             expected="equal leaves; for floating dtypes, equal in half of the digits",
             found=found,
@@ -130,15 +135,15 @@ def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, 
 
 
 def _find_different(
-    texts: dict[str, str], tensors: dict[str, torch.Tensor], group: ProcessGroup
+    call: str, texts: dict[str, str], tensors: dict[str, torch.Tensor], group: ProcessGroup
 ) -> str:
     """Return lines on leaves that differ between ranks, "" if they are equal; collective."""
-    difference = agree(group, texts, tensors, op_name="assert_equal")
+    difference = agree(group, texts, tensors, op_name=call)
     return difference.found if difference and not difference.is_rounding else ""
 
 
 def _find_different_shards(
-    shards: dict[str, torch.Tensor], own: dict[str, tuple[str, ...]], axes: DeviceMesh
+    call: str, shards: dict[str, torch.Tensor], own: dict[str, tuple[str, ...]], axes: DeviceMesh
 ) -> str:
     """Return lines on shards that differ along axes not in ``own``, "" if none; collective."""
     lines = []
@@ -147,7 +152,7 @@ def _find_different_shards(
         if kept:
             group = axes[kept].open_group()
             here = {path: x for path, x in shards.items() if own[path] == cut}
-            found = _find_different({}, here, group)
+            found = _find_different(call, {}, here, group)
             lines += [found] if group.rank() == 0 else []  # other ranks found the same
     of_all = gather_from_all(lines, axes.open_group())
     return "\n".join(dict.fromkeys(line for of_rank in of_all for line in of_rank if line))

@@ -30,6 +30,7 @@ from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..worlds.lazy_init import begin_for_mesh
 from ..worlds.queries import get_node_local_rank
 from .layout import Layout
+from .layout_arguments import num_ranks_text
 
 __all__ = ["AxisOptions"]
 
@@ -211,8 +212,8 @@ class MeshDefinition:
             where=f"rank {self.world.rank}, mesh ({self.layout.axis_text()})",
             expected=f"one of {ranks_text(ranks)}",
             found=f"the mesh has {len(ranks)} of {self.world.size} ranks",
-            fix=f"start {len(ranks)} ranks, or create a mesh of all {self.world.size}; to leave "
-            "ranks out on purpose, skip the call if mesh.get_coordinate() is None",
+            fix=f"start {num_ranks_text(len(ranks))}, or create a mesh of all {self.world.size}; "
+            "to leave ranks out on purpose, skip the call if mesh.get_coordinate() is None",
         )
 
     @staticmethod

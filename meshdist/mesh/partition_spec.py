@@ -1,4 +1,4 @@
-"""Provide ``PartitionSpec`` (``P``): the mesh axes that cut each dim, as in JAX."""
+"""Provide ``PartitionSpec`` (``P``): the mesh axes that shard each dim, as in JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe how mesh axes cut the dims of an array, as integers.
+"""Describe how mesh axes shard the dims of an array, as integers.
 
 A ``DimSplit`` cuts a dim into a block for each combination of coordinates along its axes, major to
 minor. A ``Placement`` holds a ``DimSplit`` per dim of a global array, and the axes along which

@@ -306,7 +306,10 @@ class ElementwiseArray:
         if operation.writes or kwargs.get("out") is not None:
             raise _not_functional(call, "writing in place or with out=")
         is_search = operation.kind is Kind.ROWS and shape_depends_on_values(operation, args, kwargs)
-        if is_search or not _is_elementwise(operation):
+        # torch.max(x, y) is elementwise; torch.max(x) and torch.max(x, dim) reduce.
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        is_reduction = name in ("max", "min") and not hasattr(other, "shape")
+        if is_search or is_reduction or not _is_elementwise(operation):
             raise _not_elementwise(call)
         linear_as = "" if kwargs.get("rounding_mode") is not None else name
         return apply(function, linear_as, args, kwargs, call=call)

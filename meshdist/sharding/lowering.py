@@ -1,4 +1,4 @@
-"""Lower a change of placement to steps: one collective, or an exchange of boxes.
+"""Lower a change of placement to steps: one collective, or an exchange of blocks.
 
 Changes in product form are collectives: members of a group exchange equal parts. First come slices,
 which cost nothing. Then one equal all-to-all handles the axes that move from one dim to another,

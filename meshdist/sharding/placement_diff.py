@@ -1,4 +1,4 @@
-"""Find the axes that gather, slice, sum, move a dim or divide boxes between placements.
+"""Find the axes that gather, slice, sum, move a dim or divide blocks between placements.
 
 A ``Change`` is the same for all ranks. It counts exactly the elements that all ranks receive, from
 interval overlaps. In product form, a collective moves equal parts.

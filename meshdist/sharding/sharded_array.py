@@ -22,6 +22,7 @@ from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
+from ..runtime.graph_breaks import untraced
 from .array_methods import (
     Shard,
     checked_dims,
@@ -132,6 +133,7 @@ class ShardedArray(ElementwiseArray):
     __slots__: ClassVar[tuple[str, ...]] = ("_box", "local", "shape", "sharding")
     _box: Box
 
+    @untraced
     def __init__(
         self,
         local: Array,

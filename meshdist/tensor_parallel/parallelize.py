@@ -17,7 +17,7 @@ from ..checking.call_sites import one_frame, warn_caller
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import explain as explain_text, first_texts, with_article
 from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
-from ..lax.equality_checks import assert_equal
+from ..lax.equality_checks import check_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries
 from ..sharding.api import shard
@@ -395,7 +395,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
 def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise UnequalError on every rank if ranks hold different models; collective."""
     try:
-        assert_equal(model, mesh)
+        check_equal("parallelize", model, mesh)
     except UnequalError as error:
         error.add_fix(
             "call md.seed(0) on every rank before you create the model, or load one file on all "

@@ -1,6 +1,6 @@
 """Register meshdist's backends with torch.distributed, loaded on first use.
 
-Imports neither meshdist nor torch: if the package is installed, every ``import torch`` calls
+Imports no module that imports torch: if the package is installed, every ``import torch`` calls
 ``offer_at_import`` at its end, also while the package or this module imports torch.
 """
 
@@ -10,14 +10,14 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
-_SET_BY_MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+from ..launching.launcher_variables import STARTERS
 
 
 def offer_at_import() -> None:
-    """Register the backends with torch, ``mpi`` only in a process started by mpiexec."""
+    """Register the backends with torch, ``mpi`` only in a process that may be an MPI rank."""
     # Programs that did not ask for meshdist choose a backend by ``is_mpi_available()``: it stays
     # False in processes in which MPI could not work.
-    offer(is_mpi_offered=any(name in os.environ for name in _SET_BY_MPIEXEC))
+    offer(is_mpi_offered=any(it.is_mpi and it.has_started(os.environ) for it in STARTERS))
 
 
 def offer(*, is_mpi_offered: bool = True) -> None:

@@ -32,7 +32,16 @@ def test_an_unknown_backend_lists_those_there_are() -> None:
     with pytest.raises(md.BackendError) as caught:
         get_backend("pigeon")
     assert str(caught.value).startswith("backend 'pigeon' is not registered\n  expected: one of: ")
-    assert "gloo" in caught.value.expected
+    assert "gloo" in caught.value.expected and "simulated" not in caught.value.expected
+
+
+def test_an_unknown_backend_on_simulated_ranks_lists_theirs() -> None:
+    def program() -> str:
+        with pytest.raises(md.BackendError) as caught:
+            md.new_group(backend="pigeon")
+        return str(caught.value.expected)
+
+    assert md.simulate(program, 1)[0].endswith("simulated")
 
 
 def test_a_backend_that_this_machine_lacks() -> None:

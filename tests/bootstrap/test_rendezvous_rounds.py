@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import threading
 import time
@@ -80,6 +81,17 @@ def test_generations_do_not_see_each_others_keys() -> None:
         assert not first.store.check(["key"])
         first.store.set("key", str(generation))
         assert second.store.get("key") == str(generation).encode()
+
+
+def test_a_store_that_outlives_its_world_raises_our_error() -> None:
+    (joined,) = join_all(md.HashStore(), [as_rank(0, 1)])
+    store = joined.store
+    joined.handle.close()
+    del joined
+    gc.collect()
+    for call in (lambda: store.multi_get(["key"]), lambda: store.compare_set("key", "", "1")):
+        with pytest.raises(md.StoreError, match="of this world is closed in this process"):
+            call()
 
 
 def test_sizes_may_change_from_one_generation_to_the_next() -> None:

@@ -563,6 +563,25 @@ def test_the_output_of_chosen_ranks_is_shown(script: Script) -> None:
     assert sorted(done.stderr.splitlines()) == ["bad 0", "bad 3"]
 
 
+@pytest.mark.parametrize("launcher", ["meshdist", "mpi"])
+@pytest.mark.parametrize("value", ["LOUD", ""])
+def test_a_wrong_debug_level(
+    value: str,
+    launcher: str,
+    script: Script,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", value)
+    assert run_command.main(["-n", "2", "--launcher", launcher, script("")]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"meshdist run: {value!r} is not a debug level",
+        "  where:    the environment variable TORCH_DISTRIBUTED_DEBUG",
+        "  expected: OFF, INFO or DETAIL",
+        "  fix:      set it to one of these values, or unset it, which means OFF",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flag", "summary"),
     [
@@ -570,6 +589,9 @@ def test_the_output_of_chosen_ranks_is_shown(script: Script) -> None:
         ("--terminal=first", "'first' is not a rank"),
         ("--ranks=0,4", "rank 4 does not exist in a job of 4 rank(s)"),
         ("--terminal=4", "rank 4 does not exist in a job of 4 rank(s)"),
+        ("--local-ranks-filter=0,4", "local rank 4 does not exist on a host of 4 rank(s)"),
+        ("--redirects=0:1,5:3", "local rank 5 does not exist on a host of 4 rank(s)"),
+        ("--tee=4:3", "local rank 4 does not exist on a host of 4 rank(s)"),
     ],
 )
 def test_wrong_ranks(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from tests.inner import flat_sums
@@ -69,10 +72,12 @@ def backward(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def gradients(
-    model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None] = backward
+    model: nn.Module,
+    step: Callable[[nn.Module, torch.Tensor], None] = backward,
+    num_steps: int = NUM_STEPS,
 ) -> list[torch.Tensor]:
     found = []
-    for number in range(NUM_STEPS):
+    for number in range(num_steps):
         model.zero_grad()
         step(model, torch.ones(2, 3) * (1 + number + md.get_rank()))
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -138,6 +143,117 @@ def test_reductions_start_behind_each_compiled_backward_but_the_first(
     expected = md.simulate(lambda: gradients(md.DDP(Net())), 2)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+MIB = 2**20
+
+
+class Wide(nn.Module):
+    """Four layers of 1 MiB each, torch.compile's smallest bucket."""
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            run = partial(checkpoint, layer, use_reentrant=False) if self.recomputes else layer
+            x = torch.tanh(run(x))
+        return x
+
+
+def wide(what: str, backend: Any, **options: Any) -> nn.Module:
+    """A replica of ``Wide``, compiled inside or outside of its wrapper, or not at all."""
+    net = Wide(recomputes=options.pop("recomputes", False))
+    if what == "module":
+        net.compile(backend=backend)
+    model = md.DDP(net, **{"bucket_cap_mb": 1, **options})
+    return torch.compile(model, backend=backend) if what == "wrapper" else model
+
+
+def wide_step(model: nn.Module, x: torch.Tensor) -> None:
+    model(x[:, :1].expand(2, 512)).square().mean().backward()
+
+
+@pytest.mark.parametrize("what", ["module", "wrapper"])
+def test_graphs_are_split_at_buckets(events: list[str], what: str) -> None:
+    def program() -> None:
+        gradients(wide(what, telling_backend(events)), wide_step)
+
+    md.simulate(program, 2)
+    steps = "".join(events).split("BBBB")
+    assert len(steps) == 2 and not steps[0]  # the first step is only observed
+    overlapped = steps[1].lstrip("R")
+    assert overlapped.startswith("BR") and overlapped.count("BR") == 4 * (NUM_STEPS - 1)
+
+
+def averaged_in_no_sync(model: nn.Module, x: torch.Tensor) -> None:
+    ddp = getattr(model, "_orig_mod", model)
+    with ddp.no_sync():
+        wide_step(model, 2 * x)
+    wide_step(model, x)
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        (wide_step, {}),
+        (wide_step, {"recomputes": True}),
+        (averaged_in_no_sync, {}),
+        (wide_step, {"find_unused_parameters": True}),
+        (wide_step, {"static_graph": True, "gradient_as_bucket_view": False}),
+    ],
+)
+def test_gradients_of_split_graphs(
+    events: list[str], step: Callable[..., None], options: dict[str, Any]
+) -> None:
+    def program(what: str) -> list[torch.Tensor]:
+        return gradients(wide(what, "aot_eager", **options), step, 10)
+
+    eager = md.simulate(program, 2, args=("nothing",))
+    for what in ("module", "wrapper"):
+        torch._dynamo.reset()
+        for pair in zip(md.simulate(program, 2, args=(what,)), eager, strict=True):
+            torch.testing.assert_close(*pair)
+
+
+def test_each_rank_splits_at_its_own_buckets(events: list[str]) -> None:
+    """torch keeps what it reads in one place of the process, where simulated ranks take turns."""
+
+    def program() -> int:
+        mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+        found = []
+
+        class Told(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for _ in range(3):
+                    md.barrier()
+                    found.append(TorchDDP._get_active_ddp_module().bucket_bytes_cap)
+                return x
+
+        net = nn.Sequential(nn.Linear(2, 2), Told())
+        model = md.DDP(net, device_mesh=mesh["b"], bucket_cap_mb=2 + md.get_rank())
+        model(torch.ones(1, 2)).sum().backward()
+        (cap,) = set(found)
+        return cap
+
+    assert md.simulate(program, 2) == [2 * MIB, 3 * MIB]
+    assert TorchDDP._get_active_ddp_module() is None
+
+
+def test_an_error_in_a_forward_ends_the_split(events: list[str]) -> None:
+    class Raises(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    def program() -> None:
+        with pytest.raises(ZeroDivisionError):
+            md.DDP(Raises(2, 2))(torch.ones(1, 2))
+
+    md.simulate(program, 2)
+    assert TorchDDP._get_active_ddp_module() is None
 
 
 @pytest.mark.parametrize(

@@ -262,10 +262,9 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
             "rows is not a dense tensor\n"
             "  expected: dense parameters and buffers; their gradients may be sparse\n"
             "  found:    layout sparse_coo\n"
-            "  fix:      make it dense; or exclude it from DDP: "
-            "md.DDP._set_params_and_buffers_to_ignore_for_model(module, ['rows'])",
+            "  fix:      convert it with to_dense()" + more,
         )
-        for kind in ("parameter", "buffer")
+        for kind, more in (("parameter", ""), ("buffer", "; or pass broadcast_buffers=False"))
     ),
     (
         of_eight_bits,

@@ -207,9 +207,8 @@ def test_what_the_refusal_of_a_shard_proposes() -> None:
         mesh = open_mesh()
         net = shards(mesh, marks=True)
         text = wrap(mesh, net, "the wrong axis")
-        call = text[text.index("md.DDP._set_params") : text.rindex(")") + 1]
-        eval(call, {"md": md, "module": net})
-        md.DDP(net, device_mesh=mesh["tp"])
+        assert text.endswith("pass a device_mesh with 'tp', and experts_over='tp'")
+        md.DDP(net, device_mesh=mesh["tp"], experts_over="tp")
         return net.weight[0].tolist()
 
     rows = [part[0].tolist() for part in WHOLE.chunk(2)]
@@ -307,11 +306,13 @@ def test_what_a_wrapper_with_further_axes_rejects() -> None:
 
     for joined, changed in md.simulate(program, 4):
         assert joined.startswith(
-            "cannot use a join context with parameters that are reduced over additional axes\n"
+            "cannot use a join context with parameters that are averaged over other axes than the "
+            "wrapper's\n"
         )
         assert "loop over md.uneven(loader, mesh)" in joined
         assert changed.startswith(
-            "cannot change the group of a wrapper whose parameters are annotated as reduced"
+            "cannot change the group of a wrapper whose parameters are annotated as reduced or as "
+            "experts"
         )
         assert "wrap the model again with device_mesh=" in changed
 

@@ -85,18 +85,16 @@ def test_what_cannot_be_cut_is_rejected(
         assert (ended.returncode, ended.stderr.strip()) == (1, text)
 
 
-def test_gradients_that_are_not_divided_are_told(
+def test_the_check_finds_gradients_that_are_not_divided(
     load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    example = load("mixture_of_experts")
+    example, wrap = load("mixture_of_experts"), md.DDP
 
-    def average_all(model: torch.nn.Module, mesh: md.DeviceMesh) -> None:
-        """As if experts, too, were averaged over dp alone."""
-        for name, parameter in model.named_parameters():
-            axes = "dp" if "experts." in name else ("dp", "ep")
-            md.all_reduce(parameter.grad, op=md.ReduceOp.AVG, group=mesh[axes])
+    def over_dp(model: torch.nn.Module, device_mesh: md.DeviceMesh, experts_over: str) -> Any:
+        """Average experts over dp only, without division."""
+        return wrap(model, device_mesh=device_mesh["dp"])
 
-    monkeypatch.setattr(example, "average_gradients", average_all)
+    monkeypatch.setattr(md, "DDP", over_dp)
     monkeypatch.setattr("sys.argv", ["mixture_of_experts.py", "--check"])
     assert md.simulate(example.main, 4) == [1] * 4
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from meshdist import experts, lax
+from meshdist import attention, experts, lax
 from meshdist.annotations.axis_types import (
     CASTS,
     GATHERED,
@@ -20,7 +20,8 @@ from meshdist.annotations.axis_types import (
 def test_every_collective_has_its_kinds() -> None:
     of_experts = {f"experts.{operation}" for operation in experts.__all__ if operation != "Route"}
     others = {"pcast", "all_gather", "axis_index", "axis_size"}
-    assert {*OPERATION_KINDS, *others} == {*lax.__all__, *of_experts}
+    of_modules = {*of_experts, "attention.context_parallel"}
+    assert {*OPERATION_KINDS, *others} == {*lax.__all__, *of_modules}
 
 
 def test_kinds_are_the_four() -> None:
@@ -58,7 +59,8 @@ def test_what_a_collective_makes_of_each_kind(
 def test_docstrings_tell_the_kinds(operation: str) -> None:
     """As in: Varying -> invariant; unreduced -> invariant."""
     home, _, name = operation.rpartition(".")
-    doc = " ".join(str(getattr(experts if home else lax, name).__doc__).split())
+    module = {"": lax, "attention": attention, "experts": experts}[home]
+    doc = " ".join(str(getattr(module, name).__doc__).split())
     tos = {"pcast": list(CASTS), "all_gather": list(GATHERED)}.get(operation, [None])
     told = {
         f"{KINDS[kind]} -> {KINDS[result]}"

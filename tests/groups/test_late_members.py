@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import meshdist as md
 from meshdist.errors import ArgumentError
 from meshdist.groups.peer_status import STALL_WARNING_VARIABLE, LatePeers
 from tests.inner import World
-from tests.pool import Pool
+from tests.pool import Pool, places
 
 
 @contextlib.contextmanager
@@ -121,6 +122,40 @@ def test_a_wait_that_is_meant_is_not_told_of(backend: str, pool: Pool) -> None:
     assert second == []
     assert [call for call, _ in first] == ["3", "4"]
     assert first[0][1] >= 7
+
+
+ENDS_FIRST = """
+import logging, os, sys, threading, time
+import torch
+import meshdist as md
+
+def log(record):
+    end, store = time.monotonic() + 2.0, md.HashStore()
+    while time.monotonic() < end:
+        store.check(["key"])  # in C++, without the GIL
+    print("logged", flush=True)
+
+logging.getLogger("meshdist.waits").addFilter(log)  # a handler would hold a lock at exit
+rank = int(os.environ["RANK"])
+md.init_process_group("gloo", sys.argv[2], rank=rank, world_size=2)  # no rank hosts the store
+md.barrier()
+if rank == 1:
+    time.sleep(1.0)
+md.all_reduce(torch.ones(4))
+if sys.argv[1] == "destroys":
+    md.destroy_process_group()
+    print([thread.name for thread in threading.enumerate()].count("meshdist-waits"))
+"""
+
+
+@pytest.mark.parametrize(("ending", "last"), [("ends", []), ("destroys", ["0"])])
+def test_a_program_ends_after_its_stall_warning(
+    ending: str, last: list[str], pool: Pool, tmp_path: Path
+) -> None:
+    here = [{**place, STALL_WARNING_VARIABLE: "0.3"} for place in places(2)]
+    first, second = pool.start(ENDS_FIRST, here, ending, f"file://{tmp_path}/store")
+    assert (first.returncode, first.stdout.split()) == (0, ["logged", *last]), first
+    assert (second.returncode, second.stdout.split()) == (0, last), second
 
 
 def test_a_wait_of_no_number_of_seconds() -> None:

@@ -379,6 +379,18 @@ def test_more_ranks_than_the_mesh_has_are_counted(call: str) -> None:
         assert "fix:      start 4 ranks, or create a mesh of all 6; " in text
 
 
+def test_a_mesh_of_one_rank_asks_for_one_rank() -> None:
+    def program() -> str:
+        mesh = md.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+        if md.get_rank() == 0:
+            return ""
+        with pytest.raises(NotInGroupError) as caught:
+            mesh.get_local_rank("dp")
+        return str(caught.value)
+
+    assert "fix:      start 1 rank, or create a mesh of all 2; " in md.simulate(program, 2)[1]
+
+
 # -- copies, pickles, trees -----------------------------------------------------------------------
 
 

@@ -90,3 +90,26 @@ def test_a_whole_graph_of_a_split_layer_is_rejected() -> None:
         return str(caught.value)
 
     assert "meshdist calls cannot be part of a graph" in md.simulate(program, 2)[0]
+
+
+@pytest.mark.filterwarnings(f"ignore:{NOT_A_LEAF}")
+@pytest.mark.parametrize("what", ["module", "wrapper"])
+def test_a_compiled_wrapper_of_a_split_model(what: str) -> None:
+    def program(what: str) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        sizes = Sizes(heads=2, hidden=5)
+        split = md.parallelize(make(sizes), mesh["tp"], WHOLE_PLAN)
+        if what == "module":
+            split.compile(backend="aot_eager")
+        model: Any = md.DDP(split, device_mesh=mesh["dp"])
+        if what == "wrapper":
+            model = torch.compile(model, backend="aot_eager")
+        for step in range(3):
+            model.zero_grad()
+            text = draw_text(sizes, 4, 4 + 2 * step)
+            loss_of(model, text.chunk(2)[mesh.get_local_rank("dp")]).backward()
+        return [p.grad for p in split.parameters() if p.grad is not None]
+
+    for pair in zip(md.simulate(program, 4, (what,)), md.simulate(program, 4, ("",)), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-13)

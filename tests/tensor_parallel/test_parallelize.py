@@ -566,6 +566,7 @@ def test_models_that_differ_between_ranks_are_told(
     texts = md.simulate(unlike, 2, args=(dtype,)) if is_simulated else pool.run(unlike, 2, dtype)
     for text in texts:
         shown = str(dtype).removeprefix("torch.")
+        assert text.startswith("parallelize: values are not the same on every rank over axis 'tp'")
         assert f"0.weight, shape (4, 4), {shown}: rank 1 differs from rank 0" in text
         assert (
             "fix:      call md.seed(0) on every rank before you create the model, or load" in text

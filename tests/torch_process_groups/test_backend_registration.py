@@ -58,8 +58,10 @@ SOAK = pytest.mark.soak  # each starts an interpreter that imports torch
     ("program", "environment", "told"),
     [
         (BY_ITSELF, {}, "True False False\n"),
-        pytest.param(BY_ITSELF, {"PMI_SIZE": "2"}, "True True False\n", marks=SOAK),
-        pytest.param(BY_ITSELF, {"OMPI_COMM_WORLD_SIZE": "2"}, "True True False\n", marks=SOAK),
+        pytest.param(BY_ITSELF, {"PMI_RANK": "1"}, "True True False\n", marks=SOAK),
+        pytest.param(BY_ITSELF, {"OMPI_COMM_WORLD_RANK": "1"}, "True True False\n", marks=SOAK),
+        (BY_ITSELF, {"PMIX_RANK": "1", "SLURM_PROCID": "1"}, "True True False\n"),  # of srun
+        pytest.param(BY_ITSELF, {"SLURM_PROCID": "1"}, "True False False\n", marks=SOAK),
         pytest.param(
             BY_ITSELF, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False False False\n", marks=SOAK
         ),

@@ -42,6 +42,9 @@ CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pbroadcast": lambda x: lax.pbroadcast(x, "dp", 1),
     "experts.dispatch": lambda x: md.experts.dispatch(x, PLACES, "dp", 2)[0],
     "experts.combine": lambda x: md.experts.combine(x, route()),
+    "attention.context_parallel": lambda x: md.attention.context_parallel(
+        *[x.view(1, 1, 2, 1)] * 3, md.get_current_mesh()["dp"]
+    ),
 }
 
 
