@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 examples/train_lm.py --mesh dp=4,tp=1
     mpiexec -n 4 python examples/train_lm.py --mesh dp=1,tp=4
     mpiexec -n 4 python examples/train_lm.py --mesh dp=2,tp=2 --axis-backend dp=mpi,tp=shm
+    meshdist run -n 4 examples/train_lm.py --mesh dp=2,tp=2 --optimizer muon --check
     python examples/train_lm.py --mesh dp=1,tp=1               # one process, no launcher
 
 Along `tp` each rank holds some attention heads and some MLP columns of every layer; along `dp` each
@@ -128,23 +129,41 @@ def train(
     model = GPT(args.layers, args.width, args.heads).to(args.device)
     md.parallelize(model, mesh["tp"], PLAN)
     model = md.DDP(model, device_mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, total_iters=args.steps)
+    optimizers = optimizers_of(model.module, mesh, args)
+    decays = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, total_iters=args.steps)
+        for optimizer in optimizers
+    ]
     losses: list[float] = []
     with mesh, progress(title, args) as show:  # "tp" in md.lax.psum(x, "tp"): the mesh's axis
         for _, batch in zip(range(args.steps), batches(mesh["dp"], args), strict=False):
             batch = batch.to(args.device, torch.long)
             logits = model(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()  # averages gradients over dp as they arrive
-            optimizer.step()
-            decay.step()
+            for step in (*optimizers, *decays):
+                step.step()
             mean = loss.detach()
             md.all_reduce(mean, op=md.ReduceOp.AVG, group=mesh["dp"])
             losses.append(mean.item())
             show(losses)
     return model.module, losses
+
+
+def optimizers_of(
+    model: GPT, mesh: md.DeviceMesh, args: argparse.Namespace
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW; or Muon for the matrices of the blocks, and AdamW for all else."""
+    matrices: list[nn.Parameter] = []
+    if args.optimizer == "muon":
+        matrices = [p for block in list(model)[1:-2] for p in block.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, args.lr, betas=(0.9, 0.95))]
+    if matrices:  # each rank holds a part of them, and updates its part of the whole step
+        lr = {"lr": args.lr, "adjust_lr_fn": "match_rms_adamw"}
+        found.append(md.optim.Muon(matrices, **lr, mesh=mesh))
+    return found
 
 
 @torch.no_grad()
@@ -240,6 +259,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=256)
     add("--heads", type=int, default=4)
     add("--lr", type=float, default=2e-3)
+    add("--optimizer", choices=("adamw", "muon"), default="adamw")
     add("--seed", type=int, default=0)
     add("--sample", type=int, default=200, help="bytes to write at the end")
     add("--device", choices=("cpu", "cuda"), default="cpu")

@@ -7,6 +7,7 @@ from . import (
     errors as errors,
     experts as experts,
     lax as lax,
+    optim as optim,
     tensor_parallel as tensor_parallel,
 )
 from .checkpoint.preemption import preempted as preempted, restart_count as restart_count

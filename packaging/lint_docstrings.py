@@ -30,6 +30,7 @@ DOORS = (
     "lax/__init__.py",
     "ddp/comm_hooks/__init__.py",
     "checkpoint/__init__.py",
+    "optim/__init__.py",
     "tensor_parallel/__init__.py",
 )  # beside all stubs
 LONGEST = 100

@@ -34,6 +34,7 @@ AREAS = {
     "launching": "`meshdist run`",
     "lax": "`md.lax`",
     "mesh": "meshes and specs",
+    "optim": "`md.optim`",
     "runtime": "any call",
     "sharding": "sharded arrays",
     "tensor_parallel": "`md.tensor_parallel`",
@@ -238,6 +239,7 @@ def _public_names() -> dict[tuple[str, str], str]:
         "checkpoint.": md.checkpoint,
         "attention.": md.attention,
         "experts.": md.experts,
+        "optim.": md.optim,
         "tensor_parallel.": md.tensor_parallel,
         "distributed.": md.distributed,
     }

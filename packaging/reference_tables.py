@@ -349,7 +349,7 @@ _AREAS = (
     ("Data parallelism", ("ddp", "join")),
     ("Sharded arrays", ("sharding", "arrays", "attention", "experts")),
     ("Axis types", ("typed_mode",)),
-    ("Tensor parallelism", ("tensor_parallel",)),
+    ("Tensor parallelism", ("tensor_parallel", "optim")),
     ("Checkpoints", ("checkpoint",)),
 )
 """Headings of the site's page, and the folders of each."""

@@ -42,6 +42,7 @@ _TITLES = {
     "typed_mode": "Types",
     "sharding": "Sharded arrays",
     "tensor_parallel": "Tensor parallelism",
+    "optim": "Optimizers",
     "checkpoint": "Checkpoints",
     "ddp": "Data parallelism",
     "errors": "Exceptions",
@@ -54,7 +55,16 @@ _ELSEWHERE = {
     "reduce_ops": "collectives",
 }
 _BREAK = re.compile(r"(?<=[\w\])])[._(,/\[]+(?=\w)")  # a name in a table may break after this
-_MODULES = ("attention", "checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
+_MODULES = (
+    "attention",
+    "checkpoint",
+    "distributed",
+    "errors",
+    "experts",
+    "lax",
+    "optim",
+    "tensor_parallel",
+)
 _OF_OPERATIONS = ("attention", "experts", "lax")  # modules whose names are written with theirs
 
 

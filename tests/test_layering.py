@@ -201,6 +201,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "typed_mode": (
             "function_rules",
             "type_errors",
+            "step_checks",
             "provenance",
             "detail_checks",
             "casts",
@@ -236,6 +237,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "planner",
             "executor",
             "descriptions",
+            "like_tensor",
             "resharding",
             "rematerialization",
             "deferred_reductions",
@@ -287,6 +289,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "sync_batch_norm",
             "model_averagers",
         ),
+        "optim": ("muon", "grad_scaler"),
         "tensor_parallel": (
             "layers",
             "losses",

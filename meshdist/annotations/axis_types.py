@@ -115,7 +115,7 @@ INVARIANT = ""
 
 
 class Annotation(NamedTuple):
-    """The annotation of a tensor: its axis type, its spec, and the reducers of its gradient.
+    """The annotation of a tensor: axis type, spec, reducers of its gradient, and global sizes.
 
     Args:
         kinds: the text of its axis type, such as "V:dp"; None if it has none, which counts as
@@ -126,6 +126,8 @@ class Annotation(NamedTuple):
         owner_ranks: the ranks over which a wrapper without mesh axes reduces ``.grad``.
         summed_axes: the axes over which each use of a leaf sums its gradient, unless a wrapper
             annotated it as reduced over them and sums all gradients together.
+        global_sizes: for each dim, the global size, or the sizes of its parts if these are not
+            balanced; () as long as they are unknown.
     """
 
     kinds: str | None = None
@@ -133,6 +135,7 @@ class Annotation(NamedTuple):
     owner_axes: tuple[str, ...] | None = None
     owner_ranks: tuple[int, ...] = ()
     summed_axes: tuple[str, ...] = ()
+    global_sizes: tuple[int | tuple[int, ...], ...] = ()
 
     @property
     def has_owner(self) -> bool:
@@ -192,10 +195,13 @@ def set_type(x: Any, kinds: str) -> None:
         attributes[ANNOTATION] = (kinds, *before[1:])
 
 
-def set_spec(x: Any, kinds: str, dims: str | None) -> None:
-    """Set a tensor's axis type and dims; keep the rest of its annotation."""
+def set_spec(
+    x: Any, kinds: str, dims: str | None, global_sizes: tuple[int | tuple[int, ...], ...] = ()
+) -> None:
+    """Set a tensor's axis type, dims and global sizes; keep the rest of its annotation."""
     attributes = x.__dict__
-    attributes[ANNOTATION] = (kinds, dims, *attributes.get(ANNOTATION, EMPTY)[2:])
+    kept = attributes.get(ANNOTATION, EMPTY)[2:5]
+    attributes[ANNOTATION] = (kinds, dims, *kept, global_sizes)
 
 
 def change_annotation(x: Any, **fields: Any) -> None:

@@ -38,6 +38,17 @@ def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
     return tensor
 
 
+def sizes_of(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int | tuple[int, ...], ...]:
+    """Return the ``global_sizes`` of the annotation of a shard of an array of ``shape``.
+
+    Example:
+        >>> mesh = Layout.from_shape((2,), ("tp",))
+        >>> sizes_of(NamedSharding(mesh, PartitionSpec("tp"), shard_sizes={0: (6, 4)}), (10, 3))
+        ((6, 4), 3)
+    """
+    return tuple(sharding.shard_sizes.get(dim, size) for dim, size in enumerate(shape))
+
+
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
     """Return the attached spec; None if it is missing or outdated."""
     kinds, dims, *_ = tensor.__dict__.get(ANNOTATION, EMPTY)

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch.distributed as torch_distributed
 from torch.distributed import Store, distributed_c10d
@@ -122,6 +123,10 @@ class World:
     """The stores below ``store``, which a PrefixStore does not keep alive."""
     axis_layouts: dict[str, set[Any]] = field(default_factory=dict, init=False, repr=False)
     """The layouts with each axis name, of all meshes that this rank has created."""
+    meshes: WeakValueDictionary[int, Any] = field(
+        default_factory=WeakValueDictionary, init=False, repr=False
+    )
+    """The meshes that this rank has created and not closed, by their ``id``, the oldest first."""
     open_layouts: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
     """The number of open meshes of each layout on this rank."""
     averaged: set[frozenset[int]] = field(default_factory=set, init=False, repr=False)
@@ -143,11 +148,19 @@ class World:
     def __post_init__(self) -> None:
         self.hosts = self.hosts or (0,) * self.size
 
-    def note_mesh(self, layout: Any, *, is_open: bool) -> None:
-        """Record the layout of a mesh that this rank has created."""
-        for axis in layout.names or ():
-            self.axis_layouts.setdefault(axis, set()).add(layout)
-        self.open_layouts[layout] += is_open
+    def note_mesh(self, mesh: Any, *, is_open: bool) -> None:
+        """Record a mesh that this rank has created, or derived from another mesh."""
+        for axis in mesh.layout.names or ():
+            self.axis_layouts.setdefault(axis, set()).add(mesh.layout)
+        self.open_layouts[mesh.layout] += is_open
+        if mesh.root is mesh:
+            self.meshes[id(mesh)] = mesh
+
+    def layouts_with(self, axis: str) -> list[Any]:
+        """Return the layouts of open meshes that have ``axis``, else of earlier meshes."""
+        # Flattened meshes are not listed as open.
+        listed = [layout for layout in +self.open_layouts if axis in (layout.names or ())]
+        return listed or [*self.axis_layouts.get(axis, ())]
 
     @property
     def is_orphan(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import _C, _ops
 from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
+from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils, _python_dispatch
 
 from ..checking.call_sites import end_here, one_frame
@@ -64,6 +65,9 @@ SingleLevelFunction = function_module._SingleLevelFunction
 
 has_foreach_support = _foreach_utils._has_foreach_support
 """Returns whether a device has kernels for lists of such tensors."""
+
+step_pre_hooks = optimizer_module._global_optimizer_pre_hooks
+"""torch's hooks that run before each step of any optimizer, by number."""
 
 FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 """Flash attention on CUDA; returns the output, the logarithm of its sums, and seven others."""

@@ -54,11 +54,10 @@ def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
 
 def layouts_with(axis: str, group: ProcessGroup, axes: DeviceMesh | None) -> list[Layout]:
     """Return the layouts that have ``axis``: the wrapper's mesh, else open or earlier meshes."""
-    # Meshes may use one name for different ranks. Flattened meshes are not listed as open.
+    # Meshes may use one name for different ranks.
     if axes is not None and axis in axes.root.axis_names:
         return [axes.root.layout]
-    listed = [layout for layout in +group.world.open_layouts if axis in (layout.names or ())]
-    return listed or [*group.world.axis_layouts.get(axis, ())]
+    return group.world.layouts_with(axis)
 
 
 def covers(layout: Layout, ranks: Sequence[int], axis: str) -> bool:
@@ -123,7 +122,7 @@ def open_extra_groups(
         names: of all trained parameters.
         axes: the wrapper's submesh; None, for a group only, opens no additional groups.
     """
-    sizes = {} if axes is None else axes.axis_sizes
+    sizes = axes.axis_sizes if axes is not None and experts else {}
     experts = {
         name: cut
         for name, varying in experts.items()

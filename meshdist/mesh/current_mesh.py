@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..arguments import mesh_kind_error
+from ..bootstrap.world import find_world
 from ..errors import AxisError, MeshError
 from .device_mesh import DeviceMesh, coordinate_in, current_meshes
 
@@ -35,6 +38,20 @@ def require_current_mesh(call: str, about: str = "", naming: str | None = None) 
             fix="call it inside `with mesh:`" + (f", or pass the mesh: {naming}" if naming else ""),
         )
     return meshes[-1]
+
+
+def find_meshes_with(axes: Collection[str]) -> list[DeviceMesh]:
+    """Return the current mesh if it has all ``axes``, else the open meshes that have them."""
+    # If ``axes`` connect this rank with the same ranks in several meshes, the oldest is returned.
+    current, world = find_current_mesh(), find_world()
+    if current is not None and {*axes} <= {*current.axis_names}:
+        return [current]
+    found: dict[tuple[int, ...], DeviceMesh] = {}
+    for mesh in [] if world is None else [*world.meshes.values()]:
+        if mesh.get_coordinate() is not None and {*axes} <= {*mesh.axis_names}:
+            ranks = mesh.layout.ranks_of_axes(tuple(axes), mesh.get_rank()) if axes else ()
+            found.setdefault(ranks, mesh)
+    return [*found.values()]
 
 
 def get_mesh(operation: str, mesh: DeviceMesh | None) -> DeviceMesh:

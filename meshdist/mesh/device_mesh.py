@@ -130,7 +130,7 @@ class DeviceMesh:
         if open_groups and coordinate is not None:
             run_unnested("DeviceMesh", definition.open_groups, groups)
         is_open = root is None and any(group.is_open for group in groups)
-        definition.world.note_mesh(definition.layout, is_open=is_open)
+        definition.world.note_mesh(self, is_open=is_open)
 
     device_type: str
     """The device type of the tensors: "cpu", "cuda", ..."""
@@ -397,6 +397,7 @@ class DeviceMesh:
             )
         if self.world.open_layouts[self.layout] and any(group.is_open for group in self._groups):
             self.world.open_layouts[self.layout] -= 1
+        self.world.meshes.pop(id(self), None)
         with ExitStack() as closing:  # All groups close, even if one raises.
             for group in reversed(self._own_groups):
                 closing.callback(group.close)

@@ -16,7 +16,7 @@ import torch
 
 from ..annotations.tensor_specs import mark_spec
 from ..arguments import get_integer, get_shape
-from ..arrays import Array, as_tensor, like
+from ..arrays import Array, as_tensor, like as as_given
 from ..checking.call_sites import one_frame
 from ..collectives.objects import broadcast_object_list
 from ..collectives.torch_private import HiddenFromModes
@@ -40,6 +40,7 @@ from ..typed_mode.context import find_context
 from .array_creation import in_library, library_of, mesh_device
 from .descriptions import mesh_text
 from .executor import gather_to_root, scatter
+from .like_tensor import sharding_like
 from .planner import move_title
 from .resharding import Move, cut_further, move
 from .sharded_array import ShardedArray, check_shard, checked_sharding
@@ -124,10 +125,11 @@ def reshard(
 @one_frame
 def shard(
     whole: Array,
-    pattern: str | NamedSharding,
+    pattern: str | NamedSharding | None = None,
     /,
     mesh: DeviceMesh | None = None,
     *,
+    like: torch.Tensor | None = None,
     check: bool | None = None,
     **sizes: int,
 ) -> Any:
@@ -135,8 +137,10 @@ def shard(
 
     Args:
         whole: the same array on every rank; of any library.
-        pattern: the new sharding, such as ``"b@dp s d"`` or a ``NamedSharding``.
+        pattern: the new sharding, such as ``"b@dp s d"`` or a ``NamedSharding``; None with
+            ``like``.
         mesh: as for ``reshard``.
+        like: a tensor whose annotation has the sharding, such as a parameter; see ``unshard``.
         check: if True, all ranks call it and compare ``whole``; None as in ``reshard``.
         sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
 
@@ -148,11 +152,13 @@ def shard(
         ``unshard``.
 
     Cost:
-        Nothing is sent; the backward gathers.
+        Nothing is sent; the backward gathers. With ``like``, 8 bytes per dim in the first call if
+        its global shape is not known.
 
     Raises:
         PatternError, AxisError, ShapeError: the pattern does not fit the mesh or the array.
         DtypeError: partial sums are bool. MeshError, NotInGroupError: see ``reshard``.
+        ArgumentError: ``like`` has no spec. ShapeError: it has another global shape.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -163,7 +169,10 @@ def shard(
         [[0, 1, 2], [3, 4]]
     """
     tensor = as_tensor(whole, argument="whole", operation="shard", writable=False)
-
+    if like is not None or pattern is None:
+        _check_like("shard", pattern, like, sizes)
+        pattern, _ = sharding_like("shard", like, mesh, None, tuple(tensor.shape))
+        mesh = None
     key = "shard", pattern, None, tensor.shape, tuple(tensor.shape), *sizes.items()
     return _moved(whole, tensor, key, mesh, check)
 
@@ -177,6 +186,7 @@ def unshard(
     root: int | None = None,
     *,
     shape: Sequence[int] | None = None,
+    like: torch.Tensor | None = None,
     **sizes: int,
 ) -> Any:
     """Gather an array on every rank, or on a root; inverse of ``shard``; collective.
@@ -184,9 +194,12 @@ def unshard(
     Args:
         local: this rank's shard, an array of any library; or a ``ShardedArray``.
         pattern: its sharding, such as ``"b@dp s d"`` or a ``NamedSharding``; None for a
-            ``ShardedArray``.
+            ``ShardedArray`` or with ``like``.
         root: the world rank that gets the global array, the same on all ranks; None for every rank.
         mesh, shape, sizes: as for ``reshard``.
+        like: a tensor of the same shape whose annotation has the sharding, such as the parameter of
+            a gradient: ``unshard(p.grad, like=p)``. Parts may be uneven. Without ``mesh``, and if
+            the current mesh lacks its axes, they are looked up in the open meshes.
 
     Returns:
         An array like ``local``, in new memory, bitwise equal on every rank. With a root, None on
@@ -197,10 +210,13 @@ def unshard(
 
     Cost:
         Each rank receives the elements it lacks; for partial sums, as many as in an all-reduce.
-        With a root, each element is sent once, after partial sums are added.
+        With a root, each element is sent once, after partial sums are added. With ``like``, 8 bytes
+        per dim more in the first call, unless ``parallelize``, ``shard`` or ``reshard`` made it.
 
     Raises:
         As ``reshard``. KindError, NotInGroupError: the root is not in the mesh.
+        ArgumentError: ``like`` has no spec. ShapeError: it has another shape, or the parts of the
+        ranks do not form a global array. MeshError: no open mesh has its axes, or several.
         GradientError: with a root, a tensor requires a gradient.
 
     Example:
@@ -219,8 +235,12 @@ def unshard(
                 found=f"pattern {pattern!r}",
             )
         local, pattern, shape = local.local, local.sharding, local.shape
-    lies: Any = pattern
     tensor = as_tensor(local, argument="local", operation="unshard", writable=False)
+    if like is not None or pattern is None:
+        _check_like("unshard", pattern, like, {"shape": shape, **sizes} if shape else sizes)
+        pattern, shape = sharding_like("unshard", like, mesh, tuple(tensor.shape))
+        mesh = None
+    lies: Any = pattern
     known = None if shape is None else get_shape(shape, "unshard")
 
     key = "unshard", lies, None, tensor.shape, known, *sizes.items()
@@ -232,7 +252,7 @@ def unshard(
     ends = caches.find(tuple, key) or caches.keep(tuple, key, _find_ends(key, mesh))
     source, _, whole_shape, _ = ends
     whole = _gathered(tensor, source, whole_shape, rank)
-    return None if whole is None else like(whole, local)
+    return None if whole is None else as_given(whole, local)
 
 
 def device_put(
@@ -320,7 +340,7 @@ def _moved(
         ends = _find_ends(key, given_mesh)
         found = mesh.caches.keep(Move, key, Move(*ends, operation=operation))
     try:
-        return like(found(tensor, check), x)
+        return as_given(found(tensor, check), x)
     except MismatchError as error:
         _add_sizes(error, key)
         raise
@@ -374,6 +394,23 @@ def _find_ends(
         return source, target, source.parts.shape, pattern
     except AxisError as error:
         raise with_outer_mesh_hint(error, given_mesh) from None
+
+
+def _check_like(operation: str, pattern: object, like: object, given: Mapping[str, Any]) -> None:
+    """Raise unless exactly one of ``pattern`` and ``like`` is given, and no sizes with ``like``."""
+    if pattern is None and like is None:
+        raise KindError(
+            f"{operation} requires a sharding",
+            fix=f'pass a pattern, {operation}(x, "b@dp d"), or an annotated tensor: '
+            f"{operation}(x, like=p)",
+        )
+    others = [repr(pattern)] * (pattern is not None) + [f"{k}={v!r}" for k, v in given.items()]
+    if others:
+        raise ArgumentError(
+            f"{operation} takes either like= or a pattern with sizes",
+            found=f"like= and {', '.join(others)}",
+            fix=f"leave them out: {operation}(x, like=p)",
+        )
 
 
 def _check_target(target: object, sizes: Mapping[str, int]) -> None:

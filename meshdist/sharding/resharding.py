@@ -20,7 +20,7 @@ from ..annotations.axis_types import (
     type_of,
     with_kinds,
 )
-from ..annotations.tensor_specs import find_spec, spec_texts
+from ..annotations.tensor_specs import find_spec, sizes_of, spec_texts
 from ..arrays import Array, as_tensor, describe, like
 from ..collectives.torch_private import (
     HiddenFromModes,
@@ -353,8 +353,10 @@ class Move:
         else:
             result = self._merge(self._transfer(self._split(x)))
         if not self._annotation:
-            texts = spec_texts(self.target.spec, tuple(result.shape))
-            self._annotation = tuple(Annotation(*texts))
+            target = self.target
+            texts = spec_texts(target.spec, tuple(result.shape))
+            sizes = sizes_of(target, self.target_shape)
+            self._annotation = tuple(Annotation(*texts, global_sizes=sizes))
         result.__dict__[ANNOTATION] = self._annotation
         return result
 

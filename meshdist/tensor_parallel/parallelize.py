@@ -20,8 +20,8 @@ from ..lax.equality_checks import check_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries
 from ..sharding.api import shard
-from ..typed_mode.annotations import annotate
 from ..typed_mode.mode import untyped
+from ..typed_mode.module_annotations import annotate_module
 from .example_check import ExampleCheck
 from .layers import (
     ColumnParallelLinear,
@@ -408,8 +408,9 @@ def parallelize(
         before = None if checked is None else _Unsplit(assigned)
         for parameter, part in parts.items():
             _set_data(parameter, part)
+    sizes = {parameter: annotation_of(part).global_sizes for parameter, part in parts.items()}
     for each in assigned:
-        _change(each, mesh)
+        _change(each, mesh, sizes)
     if checked is not None and before is not None:
         with untyped():
             try:
@@ -490,15 +491,21 @@ def _axis_of(mesh: object) -> str:
     return mesh.axis_names[0]
 
 
-def _change(each: Assignment, mesh: DeviceMesh) -> None:
-    """Change a module's class, or add a hook, for its style; split its parameters."""
+def _change(
+    each: Assignment, mesh: DeviceMesh, sizes: Mapping[torch.Tensor, tuple[Any, ...]]
+) -> None:
+    """Change a module's class, or add a hook, for its style; annotate its parameters.
+
+    Args:
+        sizes: the global sizes of split parameters.
+    """
     module, style = each.module, each.style
     becomes, specs = STYLES[style].becomes, _specs(each, mesh.axis_names[0])
     if becomes is not None:
         module.__class__ = becomes
         assert isinstance(module, SplitLayer)
         module.mesh, module.style = mesh, style
-        annotate(module, specs, mesh=mesh)
+        annotate_module(module, specs, mesh, {leaf: sizes[getattr(module, leaf)] for leaf in specs})
         if style == "row_sequence" and isinstance(module.bias, torch.Tensor):
             note_summed(module.bias, mesh)
     elif style == "reduced":

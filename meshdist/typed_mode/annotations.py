@@ -32,10 +32,11 @@ from ..errors import AxisError, AxisTypeError, KindError
 from ..mesh.current_mesh import find_current_mesh, with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
-from ..mesh.partition_spec import PartitionSpec
+from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.spec import NamedSharding
 from .context import PLAIN_TENSORS
 from .module_annotations import annotate_module
+from .step_checks import watch_steps
 from .type_errors import mesh_text, of_a_subclass, tensor_text, type_as_text
 
 __all__ = ["annotate", "typeof"]
@@ -143,7 +144,9 @@ def annotate(
         except AxisError as error:
             raise with_outer_mesh_hint(error, mesh) from None
         _reject_late(tensor, spec_texts(checked, tuple(tensor.shape))[0])
-        return mark_spec(tensor, checked)
+        mark_spec(tensor, checked)
+        watch_steps([tensor], mesh)
+        return tensor
     kinds: dict[str, str] = {}
     given = {"varying": ("V", varying), "reduced": ("R", reduced), "unreduced": ("U", unreduced)}
     given_mesh, mesh = mesh, mesh or find_current_mesh()
@@ -160,6 +163,7 @@ def annotate(
                 )
     _reject_late(tensor, type_text(kinds))
     set_spec(tensor, type_text(kinds), None)
+    watch_steps([tensor], mesh)
     return tensor
 
 
@@ -209,6 +213,12 @@ class TensorType:
     spec: PartitionSpec | None
     text: str
 
+    @property
+    def cut_dims(self) -> dict[int, tuple[str, ...]]:
+        """The axes that shard each dimension, by dimension, such as ``{0: ("tp",)}``."""
+        entries = () if self.spec is None else self.spec.partitions
+        return {dim: axes_of(entry) for dim, entry in enumerate(entries) if entry}
+
     def __repr__(self) -> str:
         return self.text
 
@@ -229,6 +239,8 @@ def typeof(x: torch.Tensor) -> TensorType:
         >>> import torch, meshdist as md
         >>> md.typeof(md.annotate(torch.zeros(3), varying=("dp", "tp"), unreduced="ep")).varying
         ('dp', 'tp')
+        >>> md.typeof(md.annotate(torch.zeros(8, 4), "f@tp d")).cut_dims
+        {0: ('tp',)}
     """
     if not isinstance(x, torch.Tensor):
         raise KindError("typeof takes a tensor", found=with_article(type(x).__name__))

@@ -52,6 +52,7 @@ from ..runtime.graph_breaks import untraced
 from .casts import Casts
 from .detail_checks import is_checked
 from .function_rules import TorchFunction, tensors_in
+from .step_checks import watch_steps
 from .type_errors import (
     foreign_axis,
     of_a_subclass,
@@ -76,7 +77,8 @@ def keep_marks_in_parameters() -> None:
         made = new(cls, data, *rest, **named)
         given = getattr(data, "__dict__", {}).get(ANNOTATION)
         if given and given[0] is not None and given[2] is None:
-            set_spec(made, *given[:2])
+            set_spec(made, *given[:2], *given[5:])
+            watch_steps([made])
         elif (caller := sys._getframe(1)).f_code is ParametrizationList.__init__.__code__:
             _check_lost(caller.f_locals["original"])
         return made

@@ -45,12 +45,14 @@ from ..mesh.current_mesh import with_outer_mesh_hint
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from .context import PLAIN_TENSORS
+from .step_checks import watch_steps
 from .type_errors import of_a_subclass
 
 M = TypeVar("M", bound=nn.Module)
 
 NOTED_MARKS = "_noted_marks"
-"""The key, in a module's ``__dict__``, of the texts of types and specs by its tensors' names."""
+"""The key, in a module's ``__dict__``, of its tensors' axis types, dims, and global sizes if known,
+by name."""
 
 
 class AnnotatedTensors(dict[str, Any]):
@@ -58,7 +60,7 @@ class AnnotatedTensors(dict[str, Any]):
 
     # Pickled modules refer to this class: if you move it, keep this name as an alias.
 
-    notes: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    notes: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     """The owner's; none as long as a pickle is read, whose tensors have their marks."""
 
     def __setitem__(self, leaf: str, tensor: torch.Tensor | None) -> None:
@@ -70,12 +72,22 @@ class AnnotatedTensors(dict[str, Any]):
         if type(tensor) not in PLAIN_TENSORS or is_lazy(tensor) or find_type(tensor) is not None:
             return
         # ``restore_annotations`` raises for another shape. An error here could interrupt a load.
-        if read_spec(*noted, tuple(tensor.shape)) is not None:
+        if read_spec(*noted[:2], tuple(tensor.shape)) is not None:
             set_spec(tensor, *noted)
+            watch_steps([tensor])
 
 
-def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
-    """Annotate the tensors that ``specs`` name, record this, return ``module``."""
+def annotate_module(
+    module: M,
+    specs: object,
+    mesh: DeviceMesh | None,
+    global_sizes: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+) -> M:
+    """Annotate the tensors that ``specs`` name, record this, return ``module``.
+
+    Args:
+        global_sizes: of tensors whose global shape is known, by name.
+    """
     if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
         raise KindError(
             "annotate takes a mapping from names to specs for a module",
@@ -85,11 +97,12 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
         )
     tensors = dict(_tensors_of(module))
     found = {name: specs[pattern] for name, pattern in _patterns_of(list(tensors), specs).items()}
-    noted: dict[str, tuple[str, str]] = {}
+    noted: dict[str, tuple[Any, ...]] = {}
     first_names: dict[int, str] = {}
     for name, spec in found.items():
         tensor = tensors[name][2]
-        noted[name] = spec_texts(_checked(name, tensor, spec, mesh), tuple(tensor.shape))
+        texts = spec_texts(_checked(name, tensor, spec, mesh), tuple(tensor.shape))
+        noted[name] = (*texts, global_sizes[name]) if name in global_sizes else texts
         first = first_names.setdefault(id(tensor), name)
         if noted[first] != noted[name]:
             raise ArgumentError(
@@ -103,12 +116,13 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
         if (first_name := first_names.get(id(tensor))) is not None:
             set_spec(tensor, *noted[first_name])
             _notes_of(owner)[leaf] = noted[first_name]
+            watch_steps([tensor], mesh)
     return module
 
 
-def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
+def _notes_of(owner: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Return a module's recorded annotations; its dicts then also type new tensors."""
-    notes: dict[str, tuple[str, str]] = owner.__dict__.setdefault(NOTED_MARKS, {})
+    notes: dict[str, tuple[Any, ...]] = owner.__dict__.setdefault(NOTED_MARKS, {})
     for name in ("_parameters", "_buffers"):
         tensors = owner.__dict__[name]
         # Another library's dict, which may gather parameters on lookup, stays in use. Then only
@@ -121,12 +135,12 @@ def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
 
 def restore_annotations(module: M) -> M:
     """Restore missing annotations; return ``module``; raise if shapes changed."""
-    lost: list[tuple[torch.Tensor, tuple[str, str]]] = []
+    lost: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
     for name, (owner, leaf, tensor) in _tensors_of(module):
         noted = owner.__dict__.get(NOTED_MARKS, {}).get(leaf)
         if noted is None or find_type(tensor) is not None:
             continue
-        if read_spec(*noted, tuple(tensor.shape)) is None:
+        if read_spec(*noted[:2], tuple(tensor.shape)) is None:
             raise ShapeError(
                 f"cannot restore the annotation of {name}: its shape has changed",
                 expected=f"dims {noted[1]}, as recorded in the module",
@@ -136,6 +150,7 @@ def restore_annotations(module: M) -> M:
         lost.append((tensor, noted))
     for tensor, noted in lost:
         set_spec(tensor, *noted)
+    watch_steps(tensor for tensor, _ in lost)
     return module
 
 

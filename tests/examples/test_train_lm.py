@@ -184,6 +184,14 @@ def test_all_ranks_write_the_same_sample(lm: ModuleType) -> None:
     assert texts[0].startswith("The ")
 
 
+def test_muon_trains_as_one_process(lm: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--mesh", "dp=2,tp=2", "--optimizer", "muon", "--steps", "10", "--check", *TINY]
+    assert md.simulate(lm.main, 4, args=(argv,)) == [0] * 4
+    assert "(limit 1e-04): equal" in capsys.readouterr().out
+    adamw, muon = (losses_on(lm, 1, 2, f"--optimizer={each}")[0] for each in ("adamw", "muon"))
+    assert adamw[0] == muon[0] and adamw[-1] != muon[-1]
+
+
 def test_check_finds_wrong_gradients(
     lm: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
