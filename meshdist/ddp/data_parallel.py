@@ -17,7 +17,7 @@ from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError, MismatchError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.graph_breaks import graphs_split_at_buckets, untraced, untraced_frame
+from ..runtime.graph_breaks import graphs_split_at_buckets, traceable, untraced, untraced_frame
 from ..typed_mode.module_annotations import restore_annotations
 from .axis_reducer import AxisReducer
 from .bucket_layout import ReductionOptions, bucket_caps
@@ -360,7 +360,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         if self._cast is not None:
             inputs, kwargs = self._cast.cast_inputs((inputs, kwargs))
         with graphs_split_at_buckets(self.bucket_bytes_cap):
-            outputs = self.module(*inputs, **kwargs)
+            outputs = traceable(self.module)(*inputs, **kwargs)
         if self.output_device is not None and self.output_device != self.device:
             outputs = moved(outputs, self.output_device)
         return self._end_forward(outputs)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
+from torch import nn
 from torch._C._dynamo.eval_frame import (
     _FrameAction as FrameAction,
     _FrameExecStrategy as FrameExecStrategy,
@@ -41,6 +43,18 @@ def untraced_frame(function: _F) -> _F:
     code = function.__code__
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
     return function
+
+
+def traceable(module: nn.Module) -> Callable[..., Any]:
+    """Return ``module``, or a function that calls it, with which torch.compile can start."""
+    # torch.compile starts with no forward of torch's own classes, such as nn.Sequential. Other
+    # models need no such frame, and all that share it also share a limit of recompilations.
+    name = getattr(module.forward, "__module__", None) or ""
+    return partial(_call, module) if name.startswith("torch.") else module
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
 
 
 class _Forwards(threading.local):

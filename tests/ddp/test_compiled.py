@@ -189,6 +189,23 @@ def test_graphs_are_split_at_buckets(events: list[str], what: str) -> None:
     assert overlapped.startswith("BR") and overlapped.count("BR") == 4 * (NUM_STEPS - 1)
 
 
+def test_a_model_of_a_class_of_torch_is_compiled() -> None:
+    def program() -> int:
+        torch.manual_seed(0)
+        model = md.DDP(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        (expected,) = gradients(model, num_steps=1)
+        from torch._dynamo.testing import CompileCounterWithBackend
+
+        graphs = CompileCounterWithBackend("aot_eager")
+        (found,) = gradients(torch.compile(model, backend=graphs), num_steps=1)
+        torch.testing.assert_close(found, expected)
+        return graphs.frame_count  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    assert sum(md.simulate(program, 2)) > 0
+    torch._dynamo.reset()
+
+
 def averaged_in_no_sync(model: nn.Module, x: torch.Tensor) -> None:
     ddp = getattr(model, "_orig_mod", model)
     with ddp.no_sync():
