@@ -35,7 +35,7 @@ from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_texts
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.partition_spec import axes_of
+from ..mesh.partition_spec import sharding_axes
 from ..reduce_ops import ReduceOp
 from ..sharding.api import shard, unshard
 from ..sharding.like_tensor import mesh_like
@@ -199,4 +199,4 @@ _OPTIONS = (
 
 def _cut_axes(p: torch.Tensor) -> tuple[str, ...]:
     spec = find_spec(p)
-    return () if spec is None else tuple(a for entry in spec.partitions for a in axes_of(entry))
+    return () if spec is None else sharding_axes(spec)

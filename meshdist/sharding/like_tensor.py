@@ -38,7 +38,7 @@ from ..errors import ArgumentError, KindError, MeshError, ShapeError
 from ..mesh.current_mesh import find_meshes_with, get_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
-from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.partition_spec import PartitionSpec, sharding_axes
 from ..mesh.spec import NamedSharding, sized_by_shards
 from ..typed_mode.type_errors import mesh_text, tensor_text
 
@@ -131,7 +131,7 @@ def _spec_of(operation: str, like: Any) -> PartitionSpec:
 
 
 def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:
-    return (*(a for entry in spec.partitions for a in axes_of(entry)), *sorted(spec.unreduced))
+    return (*sharding_axes(spec), *sorted(spec.unreduced))
 
 
 def _mismatched(operation: str, expected: str, shape: tuple[int, ...]) -> ShapeError:
@@ -147,7 +147,7 @@ def _exchange_sizes(
     operation: str, like: torch.Tensor, spec: PartitionSpec, mesh: DeviceMesh
 ) -> _Sizes:
     """Return the global sizes of ``like``; raise on all ranks if parts do not match; collective."""
-    cut = {axis for entry in spec.partitions for axis in axes_of(entry)}
+    cut = sharding_axes(spec)
     here = tuple(like.shape)
     if not cut:
         return here
