@@ -1,4 +1,4 @@
-"""Open the groups of a wrapper that reduces some parameters over other axes than its own."""
+"""Open the groups of a wrapper that averages some parameters over more or fewer axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..annotations.axis_types import annotation_of, axes_of_kind, shown, type_of, with_kinds
 from ..error_text import first_texts
 from ..errors import AxisTypeError, KindError, MeshError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup, group_of_one, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..mesh.layout_arguments import no_axis
@@ -25,8 +25,8 @@ class ExtraAxisGroups:
 
     Args:
         all_ranks: the union of all groups, which exchanges status flags.
-        by_name: by parameter name, the group over its additional axes and the wrapper's, without
-            axes over which it varies.
+        by_name: by parameter name, the group over the wrapper's axes and additional axes, without
+            axes over which the parameter varies.
         groups: the same for trained parameters, by index.
     """
 
@@ -141,8 +141,7 @@ def open_extra_groups(
         elif rest or more:
             opened = resolve_group(axes[rest] if rest else mesh[more])
         else:  # each rank holds other experts
-            rank = group.world.rank
-            opened = ProcessGroup(group.world, (rank,), name=f"rank {rank} alone")
+            opened = group_of_one(group.world)
         opened.connect(device)
         return opened
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -386,6 +388,20 @@ def test_submeshes(how: str) -> None:
     for rank, found in enumerate(md.simulate(wrapped, 4)):
         same = holders(rank)
         assert found["expert"] == (same[0], sum(1 + r for r in same) / size)
+
+
+def test_a_dropped_wrapper_leaves_no_group_open(pool: Pool) -> None:
+    assert pool.run(warnings_of_a_dropped_wrapper, 2) == [[], []]
+
+
+def warnings_of_a_dropped_wrapper() -> list[str]:
+    """Drop a wrapper over 'ep' alone, along which each rank holds other experts."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradients(Numbers({"own": "d", "expert": "d@ep"}, mesh), mesh["ep"], "ep")
+        gc.collect()
+    return [str(each.message) for each in caught]
 
 
 def test_frozen_experts_are_equal_along_the_other_axes_only() -> None:
