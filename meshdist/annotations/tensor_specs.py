@@ -25,6 +25,7 @@ from .axis_types import (
     ANNOTATION,
     EMPTY,
     INVARIANT,
+    GlobalSizes,
     axes_of_kind,
     set_spec,
     type_text,
@@ -38,7 +39,7 @@ def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
     return tensor
 
 
-def sizes_of(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int | tuple[int, ...], ...]:
+def sizes_of(sharding: NamedSharding, shape: tuple[int, ...]) -> GlobalSizes:
     """Return the ``global_sizes`` of the annotation of a shard of an array of ``shape``.
 
     Example:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ..annotations.axis_types import annotation_of, change_annotation, shown
+from ..annotations.axis_types import GlobalSizes, annotation_of, change_annotation, shown
 from ..annotations.tensor_specs import dims_text, find_spec, sizes_of
 from ..arrays import shape_text
 from ..collectives.normalize_args import run_named
@@ -41,8 +41,6 @@ from ..mesh.layout_arguments import no_axis
 from ..mesh.partition_spec import PartitionSpec, sharding_axes
 from ..mesh.spec import NamedSharding, sized_by_shards
 from ..typed_mode.type_errors import mesh_text, tensor_text
-
-_Sizes = tuple[int | tuple[int, ...], ...]
 
 
 def mesh_like(operation: str, like: torch.Tensor, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -94,7 +92,7 @@ def sharding_like(
     here = tuple(like.shape)
     if local_shape is not None and local_shape != here:
         raise _mismatched(operation, f"shape {shape_text(here)}, as like", local_shape)
-    sizes: _Sizes = annotation_of(like).global_sizes
+    sizes: GlobalSizes = annotation_of(like).global_sizes
     if not sizes:
         sizes = _exchange_sizes(operation, like, spec, found_mesh)
         change_annotation(like, global_sizes=sizes)
@@ -145,7 +143,7 @@ def _mismatched(operation: str, expected: str, shape: tuple[int, ...]) -> ShapeE
 @hidden_from_modes
 def _exchange_sizes(
     operation: str, like: torch.Tensor, spec: PartitionSpec, mesh: DeviceMesh
-) -> _Sizes:
+) -> GlobalSizes:
     """Return the global sizes of ``like``; raise on all ranks if parts do not match; collective."""
     cut = sharding_axes(spec)
     here = tuple(like.shape)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from ..annotations.axis_types import annotation_of
+from ..annotations.axis_types import GlobalSizes, annotation_of
 from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import first_texts, with_article
@@ -491,9 +491,7 @@ def _axis_of(mesh: object) -> str:
     return mesh.axis_names[0]
 
 
-def _change(
-    each: Assignment, mesh: DeviceMesh, sizes: Mapping[torch.Tensor, tuple[Any, ...]]
-) -> None:
+def _change(each: Assignment, mesh: DeviceMesh, sizes: Mapping[torch.Tensor, GlobalSizes]) -> None:
     """Change a module's class, or add a hook, for its style; annotate its parameters.
 
     Args:

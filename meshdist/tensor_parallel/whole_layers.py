@@ -151,14 +151,13 @@ def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
     specs = {leaf: spec.format(tp=layer.axis) for leaf, spec in layer.specs.items()}
     before: dict[str, tuple[Any, torch.Tensor, Any]] = {}
     assert style.takes is not None
+    restore_annotations(layer)
     try:
         with HiddenFromModes(), torch.no_grad():
-            for leaf, spec in specs.items():
+            for leaf in specs:
                 parameter: Any = getattr(layer, leaf)
                 if parameter is not None:
-                    dims = zip(spec.split(), parameter.shape, strict=True)
-                    shape = [getattr(layer, style.cut) if "@" in dim else n for dim, n in dims]
-                    whole = unshard(parameter.detach(), spec, mesh, shape=shape)
+                    whole = unshard(parameter.detach(), like=parameter, mesh=mesh)
                     annotation = parameter.__dict__.pop(ANNOTATION, None)
                     before[leaf] = parameter, parameter.data, annotation
                     parameter.data = whole
