@@ -294,6 +294,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "layers",
             "losses",
             "plan_styles",
+            "plan_checks",
             "plan_warnings",
             "example_check",
             "whole_layers",
