@@ -197,6 +197,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "linear_function",
             "reductions",
             "data_movement",
+            "ring_attention",
         ),
         "typed_mode": (
             "function_rules",
