@@ -428,6 +428,20 @@ def test_frozen_experts_are_equal_along_the_other_axes_only() -> None:
         assert "md.assert_equal(model, 'dp', mesh=mesh)" in text
 
 
+def test_experts_that_differ_along_the_other_axes_with_an_axis_of_one_rank() -> None:
+    def differing() -> str:
+        mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+        net, model = expert_and_own(mesh, verify_every=1)
+        net.expert.data.add_(md.get_rank())
+        model(torch.ones((), dtype=F64)).backward()
+        with pytest.raises(GradientError) as raised:
+            model.check_gradients()
+        return str(raised.value)
+
+    for text in md.simulate(differing, 2):
+        assert "expert, shape (2,), float64: rank 1 differs from rank 0" in text
+
+
 def test_types_of_experts() -> None:
     """Inside `md.typed`, experts vary over 'ep' and the wrapper reduces them over 'dp'."""
 
