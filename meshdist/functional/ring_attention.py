@@ -19,7 +19,18 @@ keys of each source are earlier, so a causal block has no mask, except a rank's 
     3     3, 4      both see 0        both see 1        both see 2        own
 
 So each block has half of the products, and the ranks have equal work. In contiguous shards, rank 0
-has one block and rank 3 has four.
+has one block and rank 3 has four. With a token in each chunk, rank 1 meets sources 0, 3 and 2:
+
+    >>> import meshdist as md
+    >>> def program():
+    ...     group = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)).open_group()
+    ...     call = AttentionCall(group, "", is_causal=True, is_zigzag=True, scale=1.0)
+    ...     return [call.meeting(step, 2) for step in (1, 2, 3)]
+    >>> for rows, keys in md.simulate(program, 4)[1]:
+    ...     print([1, 6][rows], "to chunks", [0, 1][keys], "of the source")
+    [1, 6] to chunks [0] of the source
+    [6] to chunks [0, 1] of the source
+    [6] to chunks [0, 1] of the source
 """
 
 from __future__ import annotations
@@ -125,6 +136,7 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> torch.Tensor:
     """Return the attention of this rank's queries to all ranks' keys and values; collective."""
+    out: torch.Tensor
     out, *_ = call_function(_Ring, q, k, v, call)
     return out
 
