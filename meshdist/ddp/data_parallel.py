@@ -14,7 +14,7 @@ from ..annotations.axis_types import shown
 from ..checking.call_sites import warn_caller
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
-from ..errors import ArgumentError, GradientError, MeshError, MismatchError
+from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.graph_breaks import graphs_split_at_buckets, untraced, untraced_frame
@@ -242,8 +242,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         if init_sync:
             try:
                 self._make_equal(state)
-            except MismatchError:
-                self._remove_autograd_hooks()
+            except BaseException:
+                close_all(self.reducer, self._cast, self._owner)
                 raise
 
     def _compare(

@@ -83,7 +83,6 @@ _OF_GLOBAL_ARRAYS = {
 _num_checked: WeakKeyDictionary[optim.Optimizer, int] = WeakKeyDictionary()
 """The number of parameters of each checked optimizer."""
 
-
 _meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The meshes of annotated parameters, which they keep alive: a comparison must not depend on when a
 rank's garbage collector runs."""
