@@ -117,6 +117,9 @@ class Muon(torch.optim.Muon):
             adjust_lr_fn,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "mesh": self.mesh}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters; return the result of ``closure``; collective."""

@@ -358,6 +358,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for module, flag in training:
             module.training = flag
         for module, buffers in owned:
+            for name in module._buffers.keys() - buffers:  # registered by the forward
+                delattr(module, name)
             module._buffers.update(buffers)
         for x, value in values.items():
             if not torch.equal(x, value):

@@ -25,7 +25,7 @@ Worked example: a weight of 4 rows, split over an axis 'tp' of 2 ranks, and a ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..annotations.axis_types import ANNOTATION
+from ..arrays import shape_text
 from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..collectives.value_comparison import agree
@@ -81,7 +82,8 @@ def apply(model: M, fn: Callable[[nn.Module], Any]) -> M:
     Raises:
         KindError: if ``model`` is not a module, or a split layer is on the meta device or has a
             computed weight.
-        ArgumentError: if ``fn`` changes split parameters of a layer inside the module that it gets.
+        ArgumentError: if ``fn`` changes split parameters of a layer inside the module that it gets,
+            or adds, removes or reshapes parameters of a split layer.
         UnequalError: if ``fn`` gives ranks different values, because their generators differ.
 
     Example:
@@ -151,10 +153,11 @@ def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
     kind, mesh, style = type(layer), layer.mesh, STYLES[layer.style]
     specs = specs_of(Assignment(name, layer, layer.style), layer.axis)
     before: dict[str, tuple[Any, torch.Tensor, Any]] = {}
+    tables = [(table, dict(table)) for table in vars(layer).values() if isinstance(table, dict)]
     assert style.takes is not None
     restore_annotations(layer)
     try:
-        with HiddenFromModes(), torch.no_grad():
+        with _plain_tensors():
             for leaf in specs:
                 parameter: Any = getattr(layer, leaf)
                 whole = unshard(parameter.detach(), like=parameter, mesh=mesh)
@@ -162,14 +165,21 @@ def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
                 before[leaf] = parameter, parameter.data, annotation
                 parameter.data = whole
         layer.__class__ = style.takes  # type: ignore[assignment]
+        shapes = {leaf: tuple(x.shape) for leaf, x in _own_parameters(layer).items()}
         yield
-        with HiddenFromModes(), torch.no_grad():
-            wholes = {leaf: getattr(layer, leaf).detach() for leaf in before}
+        with _plain_tensors():
+            found = _own_parameters(layer)
+            _check_shapes(name, shapes, found)
+            wholes = {leaf: found[leaf].detach() for leaf in before}
             _check_equal({f"{name}.{leaf}": x for leaf, x in wholes.items()}, mesh)
             parts = {leaf: shard(x, specs[leaf], mesh, check=False) for leaf, x in wholes.items()}
     except BaseException:
-        for leaf, (parameter, _, _) in before.items():
-            setattr(layer, leaf, parameter)  # If `fn` has replaced it.
+        layer.__class__ = kind
+        for leaf in before:
+            vars(layer).pop(leaf, None)  # as torch's old weight_norm sets it
+        for table, entries in tables:  # parameters, modules and hooks, which `fn` may have changed
+            table.clear()
+            table.update(entries)
         parts = {leaf: part for leaf, (_, part, _) in before.items()}
         raise
     finally:
@@ -181,6 +191,36 @@ def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
                 if current is parameter:
                     parameter.__dict__[ANNOTATION] = annotation
         restore_annotations(layer)
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Make tensors without types and gradients, also inside ``torch.inference_mode``."""
+    with HiddenFromModes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _own_parameters(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(layer.named_parameters(recurse=False))
+
+
+def _check_shapes(
+    name: str, before: Mapping[str, tuple[int, ...]], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ArgumentError if ``fn`` has changed which parameters a layer has, or their shapes."""
+    found = {leaf: tuple(x.shape) for leaf, x in parameters.items()}
+    if found != before:
+        raise ArgumentError(
+            f"md.tensor_parallel.apply: fn must not change which parameters {name or 'the model'} "
+            "has, or their shapes",
+            expected=_shapes_text(before),
+            found=_shapes_text(found),
+            fix="change the layer before you split it",
+        )
+
+
+def _shapes_text(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{leaf} {shape_text(shape)}" for leaf, shape in shapes.items()) or "none"
 
 
 def _check_equal(wholes: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:

@@ -201,7 +201,8 @@ def _warn_of_equal_shards(
         equal = [
             f"parameter {i}, {tensor_text(x)}"
             for i, differs in zip(indices, unequal.tolist(), strict=True)
-            if not differs and bool(((x := parameters[i]) != x.flatten()[:1]).any())
+            if not differs
+            and bool(((flat := (x := parameters[i]).flatten())[1:] != flat[:-1]).any())
         ]
         if equal:
             are = "parameter of {} is" if len(equal) == 1 else "parameters of {} are"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,27 @@ def test_the_signature_is_that_of_torch_and_a_mesh() -> None:
         for kind in (md.optim.Muon, torch.optim.Muon)
     )
     assert ours == [*theirs, ("mesh", None)]
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_keep_the_mesh(way: str) -> None:
+    def program() -> bool:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        md.seed(0)
+        layer = nn.Linear(4, 6, bias=False)
+        md.parallelize(layer, mesh, {"": "column_whole"}, check=False)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer = md.optim.Muon(layer.parameters(), mesh=mesh)
+        given = layer, optimizer
+        copied = copy.deepcopy(given) if way == "deepcopy" else pickle.loads(pickle.dumps(given))
+        md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))  # also has the axis
+        its_layer, its_optimizer = copied
+        its_layer.weight.grad = torch.ones_like(its_layer.weight)
+        its_optimizer.step()
+        optimizer.step()
+        return torch.equal(its_layer.weight, layer.weight)
+
+    assert md.simulate(program, 2) == [True, True]
 
 
 def test_step_hooks_run_once_and_a_closure_is_called_with_gradients() -> None:

@@ -247,6 +247,7 @@ class Stateful(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.last = x.flatten()[:3].clone()
+        self.register_buffer("made", torch.zeros(1), persistent=False)
         assert not self.training
         noise = torch.randn(()) + np.random.rand() + random.random()
         x.mul_(2)  # of a copy
@@ -283,6 +284,7 @@ def test_all_state_is_left_as_it_was(fails: bool) -> None:
             assert after[2] == before[2] and after[4] == before[4]
             assert [each[3] for each in after[3]] == [each[3] for each in before[3]]
         assert torch.equal(x, inputs) and generators() == drawn
+        assert not hasattr(model, "made")
         assert "written" not in ran and "forward" in ran
         model.up.weight.grad = None
         (model.up.weight * 1).sum().backward()

@@ -190,6 +190,63 @@ def test_an_fn_that_raises_leaves_the_layer_as_it_was() -> None:
     md.simulate(program, 2)
 
 
+def reshapes(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def removes(layer: nn.Linear) -> None:
+    layer.bias = None
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (reshapes, "weight (2, 2), bias (3,)"),
+        (removes, "weight (3, 4)"),
+        (parametrizations.orthogonal, "bias (3,)"),
+        (nn.utils.weight_norm, "bias (3,), weight_g (3, 1), weight_v (3, 4)"),
+    ],
+    ids=["reshapes", "removes", "orthogonal", "weight_norm"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_an_fn_that_changes_which_parameters_a_layer_has(change: Any, found: str) -> None:
+    def program() -> None:
+        model = made()
+        own = dict(model[2].named_parameters())
+        before = [x.detach().clone() for x in own.values()]
+
+        def fn(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear) and module.in_features == 4:
+                change(module)
+
+        with pytest.raises(ArgumentError) as raised:
+            md.tensor_parallel.apply(model, fn)
+        assert str(raised.value).splitlines() == [
+            "md.tensor_parallel.apply: fn must not change which parameters 2 has, or their shapes",
+            "  expected: weight (3, 4), bias (3,)",
+            f"  found:    {found}",
+            "  fix:      change the layer before you split it",
+        ]
+        after = dict(model[2].named_parameters())
+        assert [*after] == [*own] and all(after[name] is own[name] for name in own)
+        assert all(map(torch.equal, after.values(), before))
+        assert type(model[2]) is md.tensor_parallel.RowParallelLinear
+        assert str(md.typeof(model[2].weight)) == "float32[3, 2@tp]"
+
+    md.simulate(program, 2)
+
+
+def test_in_inference_mode_parameters_stay_trainable() -> None:
+    def program() -> None:
+        model = made()
+        with torch.inference_mode():
+            md.tensor_parallel.apply(model, lambda module: None)
+        model(torch.ones(2, 3)).sum().backward()
+        assert model[0].weight.grad.shape == (2, 3)
+
+    md.simulate(program, 2)
+
+
 def writes(model: Any) -> None:
     model[0].weight.data.zero_()
 

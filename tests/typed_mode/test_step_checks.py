@@ -290,7 +290,8 @@ def test_constant_shards_and_separate_values_pass() -> None:
         md.annotate(expert, varying="tp", mesh=mesh)
         constant = nn.Parameter(md.shard(torch.ones(4), "f@tp", mesh))
         empty = md.annotate(nn.Parameter(torch.zeros(0)), "f@tp", mesh=mesh)
-        torch.optim.SGD([expert, constant, empty]).step()
+        wide = nn.Parameter(md.shard(torch.zeros(0, 4), "f@tp d", mesh))
+        torch.optim.SGD([expert, constant, empty, wide]).step()
 
     assert warnings_of(program) == []
 
