@@ -233,11 +233,11 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             facts |= {name: f"varies over {shown(cut)}" for name, cut in self._experts.items()}
             # Compare first: other ranks would wait in the opening of groups over other axes.
             self._compare(module, self.process_group, facts)
-            if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
-                device = next(iter(trained.values())).device
-                reject_probable_shards(without_annotations(state), self.device_mesh, device)
         # After the comparison: a rank without experts must not raise alone.
         reject_no_experts(weights, self._experts, expert_axes, device_mesh)
+        if init_sync and self.device_mesh is not None and self.device_mesh.mesh_dim_names:
+            device = next(iter(trained.values())).device
+            reject_probable_shards(without_annotations(state), self.device_mesh, device)
         self._adopt(module)
         if init_sync:
             try:

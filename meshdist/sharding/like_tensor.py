@@ -122,7 +122,8 @@ def _spec_of(operation: str, like: Any) -> PartitionSpec:
             f"{operation}: like= has no spec that states how it is sharded",
             expected="a tensor with a spec",
             found=tensor_text(like) + (f", annotated as [{dims}]" if dims else ""),
-            fix="annotate it, for example md.annotate(p, 'f@tp d', mesh=mesh)",
+            fix="if it is equal on all ranks, it is already complete; if it is a shard, annotate "
+            "it, for example md.annotate(p, 'f@tp d', mesh=mesh)",
         )
     # Along reduced axes values are equal.
     return PartitionSpec(*spec.partitions, unreduced=spec.unreduced)

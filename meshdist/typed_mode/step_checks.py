@@ -76,7 +76,7 @@ _ADAMW = (
 _OF_GLOBAL_ARRAYS = {
     optim.Muon: "use md.optim.Muon, or torch.optim.AdamW",
     optim.Adafactor: _ADAMW,
-    optim.LBFGS: _ADAMW,
+    optim.LBFGS: "use torch.optim.AdamW",
 }
 """torch's optimizers whose update of an element depends on others, with fixes."""
 

@@ -611,8 +611,10 @@ def test_without_the_argument_the_error_names_it() -> None:
             f"  where:    rank {rank}, "
         )
         assert text.endswith(
-            "without 'ep'; if it holds experts, to which md.experts.dispatch sends tokens along "
-            "'ep', pass a device_mesh with 'ep', and experts_over='ep'"
+            "if the ranks along 'ep' have different data, as with experts to which "
+            "md.experts.dispatch sends tokens, pass a device_mesh with 'ep', and "
+            "experts_over='ep'; if they have the same data, pass as device_mesh= only axes along "
+            "which the model is replicated, without 'ep'"
         )
         assert "_set_params" not in text
 
@@ -679,6 +681,17 @@ def test_no_parameter_varies_over_the_axis() -> None:
             "  fix:      annotate the experts before you wrap the model: "
             "md.annotate(model, {'*.experts.*': 'e@ep ...'}, mesh=mesh); or remove experts_over"
         )
+
+
+def test_a_forgotten_annotation_is_named() -> None:
+    def forgotten(mesh: md.DeviceMesh) -> None:
+        net = nn.Linear(2, 2)
+        nn.init.constant_(net.weight, float(mesh.get_local_rank("ep")))
+        nn.init.zeros_(net.bias)
+        md.DDP(net, device_mesh=mesh["dp", "ep"], experts_over="ep")
+
+    for text in rejected(AxisTypeError, forgotten):
+        assert "fix:      annotate the experts before you wrap the model: " in text
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
