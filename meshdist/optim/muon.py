@@ -34,6 +34,7 @@ from ..annotations.tensor_specs import find_spec
 from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_texts
+from ..mesh.current_mesh import get_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import sharding_axes
 from ..reduce_ops import ReduceOp
@@ -62,6 +63,7 @@ class Muon(torch.optim.Muon):
         each axis.
 
     Raises:
+        KindError: ``mesh`` is not a DeviceMesh.
         AxisError: ``step`` raises on a mesh that lacks an axis, before it changes anything.
         MeshError: without ``mesh``, no open mesh has an axis, or several have.
         MismatchError: some ranks lack a gradient that other ranks of the same matrix have.
@@ -104,7 +106,7 @@ class Muon(torch.optim.Muon):
         *,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        self.mesh = mesh
+        self.mesh = None if mesh is None else get_mesh("optim.Muon", mesh)
         super().__init__(
             params,
             lr,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshdist as md
-from meshdist.errors import AxisError, MeshError, MismatchError
+from meshdist.errors import AxisError, KindError, MeshError, MismatchError
 from tests.pool import Pool
 
 from .training import SHAPES, alone, data, matrices, new_model, together
@@ -74,6 +74,11 @@ def test_the_signature_is_that_of_torch_and_a_mesh() -> None:
         for kind in (md.optim.Muon, torch.optim.Muon)
     )
     assert ours == [*theirs, ("mesh", None)]
+
+
+def test_a_mesh_of_another_class() -> None:
+    with pytest.raises(KindError, match=r"optim\.Muon needs the groups of a DeviceMesh"):
+        md.optim.Muon([nn.Parameter(torch.ones(2, 2))], mesh="tp")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
