@@ -241,7 +241,7 @@ def test_in_inference_mode_parameters_stay_trainable() -> None:
         model = made()
         with torch.inference_mode():
             md.tensor_parallel.apply(model, lambda module: None)
-        model(torch.ones(2, 3)).sum().backward()
+        model[0](torch.ones(2, 3)).sum().backward()
         assert model[0].weight.grad.shape == (2, 3)
 
     md.simulate(program, 2)
