@@ -142,8 +142,8 @@ def train(
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             model.zero_grad()
             loss.backward()  # averages gradients over dp as they arrive
-            for step in (*optimizers, *decays):
-                step.step()
+            for each in (*optimizers, *decays):
+                each.step()
             mean = loss.detach()
             md.all_reduce(mean, op=md.ReduceOp.AVG, group=mesh["dp"])
             losses.append(mean.item())
@@ -158,7 +158,8 @@ def optimizers_of(
     matrices: list[nn.Parameter] = []
     if args.optimizer == "muon":
         matrices = [p for block in list(model)[1:-2] for p in block.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    taken = set(matrices)
+    others = [p for p in model.parameters() if p not in taken]
     found: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, args.lr, betas=(0.9, 0.95))]
     if matrices:  # each rank holds a part of them, and updates its part of the whole step
         lr = {"lr": args.lr, "adjust_lr_fn": "match_rms_adamw"}

@@ -40,7 +40,7 @@ _NAMES = {
 }
 _MODULES = (
     "algorithms argparse_util autograd c10d_logger collective_utils config constants "
-    "device_mesh distributed_c10d elastic flight_recorder fsdp launcher logging_handlers nn optim "
+    "device_mesh distributed_c10d elastic flight_recorder fsdp launcher logging_handlers nn "
     "pipelining remote_device rpc run tensor utils"
 )
 # torch has these in the same module, under other names.

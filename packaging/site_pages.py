@@ -65,7 +65,7 @@ _MODULES = (
     "optim",
     "tensor_parallel",
 )
-_OF_OPERATIONS = ("attention", "experts", "lax")  # modules whose names are written with theirs
+_OF_OPERATIONS = ("attention", "experts", "lax", "optim")  # modules whose names are written with theirs
 
 
 def _is_of_ours(record: logging.LogRecord) -> bool:

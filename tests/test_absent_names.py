@@ -133,9 +133,9 @@ def test_the_ours_that_are_named_exist() -> None:
             "use DeviceMesh and init_device_mesh of meshdist; or use torch: ",
         ),
         (
-            "import meshdist.optim",
-            "ImportError: meshdist has no optim",
-            "from torch.distributed import optim",
+            "import meshdist.pipelining",
+            "ImportError: meshdist has no pipelining",
+            "from torch.distributed import pipelining",
         ),
         (
             "import meshdist; meshdist.ZeroRedundancyOptimizer",

@@ -197,6 +197,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "linear_function",
             "reductions",
             "data_movement",
+            "ring_attention",
         ),
         "typed_mode": (
             "function_rules",
@@ -294,6 +295,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "layers",
             "losses",
             "plan_styles",
+            "plan_checks",
             "plan_warnings",
             "example_check",
             "whole_layers",

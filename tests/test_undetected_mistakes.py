@@ -256,3 +256,42 @@ def test_a_value_that_is_reduced_twice_is_summed_twice() -> None:
             return float(md.lax.psum(md.lax.psum(torch.ones(()), "tp"), "tp"))
 
     assert md.simulate(program, 2) == [4.0, 4.0]
+
+
+def test_own_draws_on_complete_features_let_replicas_drift() -> None:
+    def program(style: str) -> list[float]:
+        mesh, model = mesh_of_all(), nn.Sequential(*two_layers(), nn.Dropout(0.5), nn.LayerNorm(2))
+        md.parallelize(model.double(), mesh["tp"], {"0": "column", "1": "row", "2": style})
+        md.seed(1)
+        model(torch.ones(4, 2).double()).square().sum().backward()
+        bias: Any = model[3].bias
+        gradient: list[float] = bias.grad.tolist()
+        return gradient
+
+    first, second = md.simulate(program, 2, args=("own_draws",))
+    assert first != second
+    first, second = md.simulate(program, 2, args=("whole_draws",))
+    assert first == second
+
+
+def test_initialization_after_the_split_draws_parts() -> None:
+    def program(is_mistaken: bool) -> torch.Tensor:
+        mesh = mesh_of_all()
+        model = md.parallelize(two_layers(), mesh["tp"], {"0": "column", "1": "row"})
+        md.seed(1)
+
+        def init(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+
+        if is_mistaken:
+            model.apply(init)
+        else:
+            md.tensor_parallel.apply(model, init)
+        weight: Any = model[0].weight
+        whole: torch.Tensor = md.unshard(weight.detach(), like=weight)
+        return whole
+
+    whole = md.simulate(program, 2, args=(False,))[0]
+    mistaken = md.simulate(program, 2, args=(True,))[0]
+    assert torch.equal(mistaken[:2], mistaken[2:]) and not torch.equal(whole[:2], whole[2:])

@@ -114,6 +114,10 @@ INVARIANT = ""
 """The text of the type of a value that is invariant over every axis."""
 
 
+GlobalSizes = tuple[int | tuple[int, ...], ...]
+"""For each dim of a global array, its size, or the sizes of its parts if they are not balanced."""
+
+
 class Annotation(NamedTuple):
     """The annotation of a tensor: axis type, spec, reducers of its gradient, and global sizes.
 
@@ -126,8 +130,7 @@ class Annotation(NamedTuple):
         owner_ranks: the ranks over which a wrapper without mesh axes reduces ``.grad``.
         summed_axes: the axes over which each use of a leaf sums its gradient, unless a wrapper
             annotated it as reduced over them and sums all gradients together.
-        global_sizes: for each dim, the global size, or the sizes of its parts if these are not
-            balanced; () as long as they are unknown.
+        global_sizes: of the array of which it is a shard; () as long as they are unknown.
     """
 
     kinds: str | None = None
@@ -135,7 +138,7 @@ class Annotation(NamedTuple):
     owner_axes: tuple[str, ...] | None = None
     owner_ranks: tuple[int, ...] = ()
     summed_axes: tuple[str, ...] = ()
-    global_sizes: tuple[int | tuple[int, ...], ...] = ()
+    global_sizes: GlobalSizes = ()
 
     @property
     def has_owner(self) -> bool:
@@ -195,9 +198,7 @@ def set_type(x: Any, kinds: str) -> None:
         attributes[ANNOTATION] = (kinds, *before[1:])
 
 
-def set_spec(
-    x: Any, kinds: str, dims: str | None, global_sizes: tuple[int | tuple[int, ...], ...] = ()
-) -> None:
+def set_spec(x: Any, kinds: str, dims: str | None, global_sizes: GlobalSizes = ()) -> None:
     """Set a tensor's axis type, dims and global sizes; keep the rest of its annotation."""
     attributes = x.__dict__
     kept = attributes.get(ANNOTATION, EMPTY)[2:5]

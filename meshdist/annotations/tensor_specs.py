@@ -17,7 +17,7 @@ from ..errors import DtypeError, KindError, MeshError, ShapeError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
-from ..mesh.partition_spec import PartitionSpec, axes_of, fix_of_entries
+from ..mesh.partition_spec import PartitionSpec, axes_of, fix_of_entries, sharding_axes
 from ..mesh.pattern import cut_text
 from ..mesh.pattern_sizes import parse_side, spec_of
 from ..mesh.spec import NamedSharding
@@ -25,6 +25,7 @@ from .axis_types import (
     ANNOTATION,
     EMPTY,
     INVARIANT,
+    GlobalSizes,
     axes_of_kind,
     set_spec,
     type_text,
@@ -38,7 +39,7 @@ def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
     return tensor
 
 
-def sizes_of(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int | tuple[int, ...], ...]:
+def sizes_of(sharding: NamedSharding, shape: tuple[int, ...]) -> GlobalSizes:
     """Return the ``global_sizes`` of the annotation of a shard of an array of ``shape``.
 
     Example:
@@ -131,7 +132,7 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
 @lru_cache(maxsize=4096)
 def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
     """Return (axis type of ``spec``, text of the dims of ``shape``, such as "8@dp, 4")."""
-    kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
+    kinds = dict.fromkeys(sharding_axes(spec), "V")
     kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
     return type_text(kinds), dims_text(shape, spec)
 

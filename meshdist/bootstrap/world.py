@@ -139,6 +139,8 @@ class World:
     """This rank's communicators (``groups.communicators``), created on first use."""
     group: Closable | None = field(default=None, init=False, repr=False)
     """The group of all ranks (``groups.process_group``), created on first use."""
+    group_of_one: Closable | None = field(default=None, init=False, repr=False)
+    """The group of this rank alone (``groups.process_group``), created on first use."""
     saves: Any = field(default=None, init=False, repr=False)
     """The checkpoints that threads of this rank are writing (``checkpoint.pending_saves``)."""
     _num_forks: int = field(default_factory=num_forks, init=False, repr=False)

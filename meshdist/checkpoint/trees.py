@@ -34,7 +34,7 @@ from ..errors import (
 from ..functional.equality_checks import is_compared
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.partition_spec import PartitionSpec, sharding_axes
 from ..mesh.placement import Box
 from ..mesh.spec import NamedSharding, sized_by_shards
 from ..sharding.descriptions import array_type
@@ -247,7 +247,7 @@ def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
     by_axes: dict[tuple[str, ...], list[StateArray]] = {}
     for entry in entries.values():
         if not entry.sizes_are_known and entry.sharding is not None:
-            cut = {axis for part in entry.sharding.spec.partitions for axis in axes_of(part)}
+            cut = sharding_axes(entry.sharding.spec)
             names = entry.sharding.layout.names or ()
             by_axes.setdefault(tuple(axis for axis in names if axis in cut), []).append(entry)
     for axes in sorted(by_axes):
@@ -325,7 +325,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
             entry.tensor = entry.tensor[None]
             entry.shape = (len(members.ranks), *entry.shape)
             entry.row = members.group_rank
-        if spec is not None and any(map(axes_of, spec.partitions)):
+        if spec is not None and sharding_axes(spec):
             if members.mesh is None:
                 raise MeshError(
                     f"{members.call}: {name} is sharded by {spec!r}, but there is no mesh",

@@ -135,13 +135,15 @@ class AxisReducer:
 def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
     """Return the error for a ``tensor`` whose type is not equal along ``axis``."""
     kind = KINDS[kinds_in(type_of(tensor))[axis]]
-    fix = "pass as device_mesh= only axes along which the model is replicated, "
-    fix += f"without {axis!r}"
+    fix = f"pass as device_mesh= only axes along which the model is replicated, without {axis!r}"
     if not isinstance(tensor, torch.nn.Parameter):
         fix += "; or pass broadcast_buffers=False, which leaves buffers as they are"
     elif kind == KINDS["V"]:
-        fix += f"; if it holds experts, to which md.experts.dispatch sends tokens along {axis!r}, "
-        fix += f"pass a device_mesh with {axis!r}, and experts_over={axis!r}"
+        fix = (
+            f"if the ranks along {axis!r} have different data, as with experts to which "
+            f"md.experts.dispatch sends tokens, pass a device_mesh with {axis!r}, and "
+            f"experts_over={axis!r}; if they have the same data, {fix}"
+        )
     return AxisTypeError(
         f"{OWNER} cannot replicate {name}: it is annotated as {kind} over {axis!r}",
         where=where,

@@ -14,7 +14,7 @@ from ..annotations.axis_types import shown
 from ..checking.call_sites import warn_caller
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
-from ..errors import ArgumentError, GradientError, MeshError, MismatchError
+from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.graph_breaks import graphs_split_at_buckets, traceable, untraced, untraced_frame
@@ -233,17 +233,17 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             facts |= {name: f"varies over {shown(cut)}" for name, cut in self._experts.items()}
             # Compare first: other ranks would wait in the opening of groups over other axes.
             self._compare(module, self.process_group, facts)
-            if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
-                device = next(iter(trained.values())).device
-                reject_probable_shards(without_annotations(state), self.device_mesh, device)
         # After the comparison: a rank without experts must not raise alone.
         reject_no_experts(weights, self._experts, expert_axes, device_mesh)
+        if init_sync and self.device_mesh is not None and self.device_mesh.mesh_dim_names:
+            device = next(iter(trained.values())).device
+            reject_probable_shards(without_annotations(state), self.device_mesh, device)
         self._adopt(module)
         if init_sync:
             try:
                 self._make_equal(state)
-            except MismatchError:
-                self._remove_autograd_hooks()
+            except BaseException:
+                close_all(self.reducer, self._cast, self._owner)
                 raise
 
     def _compare(

@@ -135,8 +135,9 @@ class DivergenceChecks:
         for name, parameter in found.items():
             group = groups.get(name, terms.group)
             kinds = kinds_in(type_of(parameter))
-            # Tensors that are annotated as shards differ between ranks.
-            if not any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds):
+            # Other tensors that are annotated as shards differ between ranks.
+            is_shard = any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds)
+            if name in groups or not is_shard:
                 states[group][1][name] = parameter.detach()
         return states
 

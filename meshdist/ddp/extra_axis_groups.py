@@ -1,4 +1,4 @@
-"""Open the groups of a wrapper that reduces some parameters over other axes than its own."""
+"""Open the groups of a wrapper that averages some parameters over more or fewer axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..annotations.axis_types import annotation_of, axes_of_kind, shown, type_of, with_kinds
 from ..error_text import first_texts
 from ..errors import AxisTypeError, KindError, MeshError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup, group_of_one, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..mesh.layout_arguments import no_axis
@@ -25,9 +25,9 @@ class ExtraAxisGroups:
 
     Args:
         all_ranks: the union of all groups, which exchanges status flags.
-        by_name: by parameter name, the group over its additional axes and the wrapper's, without
-            axes over which it varies.
-        groups: the same for trained parameters, by index.
+        by_name: for experts and for parameters with additional axes, by name: the group over the
+            wrapper's axes and the additional axes, without axes over which the parameter varies.
+        groups: the same for trained parameters, by index, if it is not the wrapper's group.
     """
 
     all_ranks: ProcessGroup
@@ -124,9 +124,8 @@ def open_extra_groups(
     """
     sizes = axes.axis_sizes if axes is not None and experts else {}
     experts = {
-        name: cut
+        name: tuple(axis for axis in varying if sizes[axis] > 1)
         for name, varying in experts.items()
-        if (cut := tuple(axis for axis in varying if sizes[axis] > 1))
     }
     if axes is None or not (further or experts):
         return ExtraAxisGroups(group)
@@ -141,21 +140,20 @@ def open_extra_groups(
         elif rest or more:
             opened = resolve_group(axes[rest] if rest else mesh[more])
         else:  # each rank holds other experts
-            rank = group.world.rank
-            opened = ProcessGroup(group.world, (rank,), name=f"rank {rank} alone")
+            opened = group_of_one(group.world)
         opened.connect(device)
         return opened
 
     # Opening a group is collective, so open them in the order of their first parameters.
     keys = {name: (further.get(name, ()), experts.get(name, ())) for name in {**further, **experts}}
-    groups = {key: group_over(*key) for key in dict.fromkeys(keys.values())}
+    groups = {key: group_over(*key) if any(key) else group for key in dict.fromkeys(keys.values())}
     all_ranks = group_over(tuple(a for more, _ in groups for a in more)) if further else group
     by_name = {name: groups[key] for name, key in keys.items()}
     indices = {name: index for index, name in enumerate(names)}
     return ExtraAxisGroups(
         all_ranks,
         by_name,
-        {indices[name]: over for name, over in by_name.items() if name in indices},
+        {indices[x]: over for x, over in by_name.items() if x in indices and over is not group},
     )
 
 

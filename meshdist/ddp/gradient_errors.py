@@ -139,7 +139,7 @@ class GradientErrors:
             fix="set it right after you wrap the model",
         )
 
-    def warn_of_hook_with_wider_group(self, indices: Iterable[int]) -> None:
+    def warn_of_hook_with_extra_groups(self, indices: Iterable[int]) -> None:
         """Warn that a communication hook skips ``indices``, reduced over other axes."""
         summary = "a communication hook averages over the wrapper's group only"
         names = [self.names[index] for index in indices]
@@ -147,7 +147,7 @@ class GradientErrors:
         expected = "all gradients averaged over one group; these are averaged without the hook"
         warn_caller(explain(summary, where=self._where, expected=expected, found=found))
 
-    def group_with_wider(self) -> GradientError:
+    def group_with_extra_groups(self) -> GradientError:
         return self._error(
             "cannot change the group of a wrapper whose parameters are annotated as reduced or as "
             "experts",
@@ -155,7 +155,7 @@ class GradientErrors:
             fix="del ddp and its outputs, and wrap the model again with device_mesh=",
         )
 
-    def joined_with_wider(self) -> JoinError:
+    def joined_with_extra_groups(self) -> JoinError:
         return JoinError(
             "cannot use a join context with parameters that are averaged over other axes than the "
             "wrapper's",

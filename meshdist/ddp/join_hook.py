@@ -130,7 +130,7 @@ class JoinMethods(Joinable):
         """
         terms = self.reducer.layout.terms
         if terms.extra_groups.groups:
-            raise terms.gradient_errors.joined_with_wider()
+            raise terms.gradient_errors.joined_with_extra_groups()
         self._divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         return ReplicaHook(self)
 

@@ -176,7 +176,7 @@ class Reducer:
         ):
             raise terms.gradient_errors.hook_late()
         if terms.extra_groups.groups:
-            terms.gradient_errors.warn_of_hook_with_wider_group(terms.extra_groups.groups)
+            terms.gradient_errors.warn_of_hook_with_extra_groups(terms.extra_groups.groups)
         reducer_state.hook = RegisteredHook(state, hook, terms.group)
         self._lay(terms, self.buckets)
 

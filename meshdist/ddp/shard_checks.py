@@ -117,6 +117,7 @@ def _probable(
     pairs = list(zip(names, differs, strict=True))
     cut, alike = [axis for axis, d in pairs if d], [axis for axis, d in pairs if not d]
     kept = repr(alike[0]) if len(alike) == 1 else ", ".join(map(repr, alike))
+    over = repr(cut[0]) if len(cut) == 1 else f"({', '.join(map(repr, cut))})"
     group = resolve_group(axes)
     is_world = group.size() == group.world.size
     whole = (
@@ -129,7 +130,8 @@ def _probable(
         where=f"rank {axes.world.rank}, {OWNER} over {shown(names)} of {mesh_text(axes.root)}",
         expected="a model that is equal along all axes of the wrapper, or along none of them",
         found=f"{name}: {tensor_text(tensor)}",
-        fix=f"wrap over the replicated axes only: device_mesh=mesh[{kept}]; to make the tensor "
-        "equal "
-        f"on all ranks, wrap with process_group={whole}",
+        fix=f"if it holds experts and the ranks along {shown(cut)} have different data, annotate "
+        f"it with md.annotate and pass experts_over={over}; if they have the same data, wrap over "
+        f"the replicated axes only: device_mesh=mesh[{kept}]; to make it equal on all ranks, "
+        f"wrap with process_group={whole}",
     )

@@ -113,7 +113,7 @@ class TorchMethods:
         """Average over another group from the next forward on; collective over it."""
         group = resolve_group(new_process_group)
         if self.reducer.layout.terms.extra_groups.by_name or self._owner.has_reduced:
-            raise self.reducer.layout.terms.gradient_errors.group_with_wider()
+            raise self.reducer.layout.terms.gradient_errors.group_with_extra_groups()
         axes = new_process_group if isinstance(new_process_group, DeviceMesh) else None
         reject_marked_shards(dict(self.module.named_parameters()), group, axes, {})
         self.process_group, self.device_mesh = group, axes

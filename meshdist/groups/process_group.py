@@ -463,6 +463,15 @@ def world_group(world: World | None = None) -> ProcessGroup:
     return found
 
 
+def group_of_one(world: World) -> ProcessGroup:
+    """Return the group of this rank alone, made at first use and closed with the world."""
+    found = world.group_of_one
+    if not isinstance(found, ProcessGroup):
+        found = ProcessGroup(world, (world.rank,), name=f"rank {world.rank} alone")
+        world.group_of_one = found
+    return found
+
+
 class MeshLike(Protocol):
     """A mesh as the argument ``group``: this rank's group along all its axes."""
 

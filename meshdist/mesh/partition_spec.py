@@ -213,6 +213,16 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
 
 
+def sharding_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Return the axes that shard the dims of ``spec``, in the order of the dims.
+
+    Example:
+        >>> sharding_axes(PartitionSpec(None, ("dp", "tp"), "ep", unreduced={"cp"}))
+        ('dp', 'tp', 'ep')
+    """
+    return tuple(axis for entry in spec.partitions for axis in axes_of(entry))
+
+
 def fix_of_entries(ndim: int) -> str:
     """Return the fix for a spec with too many entries."""
     if not ndim:

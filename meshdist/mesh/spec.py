@@ -13,7 +13,7 @@ from ..arguments import find_integers, get_integer, get_shape
 from ..error_text import explain, with_article
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout, get_layout
-from .partition_spec import Entry, PartitionSpec, axes_of, fix_of_entries
+from .partition_spec import Entry, PartitionSpec, axes_of, fix_of_entries, sharding_axes
 from .pattern import Pattern, PatternSide
 from .pattern_sizes import Parts, Sizing, checked_sizes, parse_side, parse_sides, shape_of_side
 from .placement import Box, DimSplit, Placement, index_along, index_of, split_dim
@@ -364,7 +364,7 @@ class NamedSharding:
 
 def _indices_of_dims(layout: Layout, spec: PartitionSpec) -> tuple[tuple[int, ...], ...]:
     dims = tuple(tuple(map(layout.axis_index, axes_of(entry))) for entry in spec.partitions)
-    named = [axis for entry in spec.partitions for axis in axes_of(entry)]
+    named = sharding_axes(spec)
     if len(set(named)) != len(named):
         twice = next(axis for axis in named if named.count(axis) > 1)
         raise AxisError(

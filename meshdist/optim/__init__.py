@@ -1,6 +1,6 @@
 """Provide an optimizer and a gradient scaler for models whose parameters are sharded.
 
-torch's optimizers that update each element by itself, such as AdamW, also update shards.
+torch's optimizers that update each element by itself, such as AdamW, also work on shards.
 """
 
 from .grad_scaler import GradScaler

@@ -57,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
         ...     model = torch.nn.Linear(4, 4)
         ...     md.parallelize(model, mesh["tp"], {"": "column"}, check=False)
         ...     optimizer = torch.optim.AdamW(model.parameters())
-        ...     scaler = md.optim.GradScaler("cpu", mesh=mesh)
+        ...     scaler = md.optim.GradScaler("cpu", 1024.0, mesh=mesh)
         ...     with torch.autocast("cpu", torch.float16):
         ...         loss = model(torch.ones(2, 4)).square().mean()
         ...     scaler.scale(loss).backward()
@@ -65,7 +65,7 @@ class GradScaler(torch.amp.GradScaler):
         ...     scaler.update()
         ...     return scaler.get_scale()
         >>> md.simulate(program, 2)
-        [65536.0, 65536.0]
+        [1024.0, 1024.0]
     """
 
     def __init__(

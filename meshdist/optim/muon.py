@@ -36,7 +36,7 @@ from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_texts
 from ..mesh.current_mesh import get_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.partition_spec import axes_of
+from ..mesh.partition_spec import sharding_axes
 from ..reduce_ops import ReduceOp
 from ..sharding.api import shard, unshard
 from ..sharding.like_tensor import mesh_like
@@ -59,7 +59,8 @@ class Muon(torch.optim.Muon):
 
     Cost:
         Each rank receives the elements of the update that it lacks, in 2 bytes each, and runs
-        Newton-Schulz on the global matrix.
+        Newton-Schulz on the global matrix. Each step starts with an all-reduce of one byte along
+        each axis.
 
     Raises:
         KindError: ``mesh`` is not a DeviceMesh.
@@ -141,7 +142,7 @@ class Muon(torch.optim.Muon):
             whole: tuple[list[torch.Tensor], ...] = ([], [], [])
             for p, grad, buffer in zip(*lists, strict=True):
                 if _cut_axes(p):
-                    self._update_shard(p, grad, buffer, **options)
+                    self._update_shard(p, grad, buffer, options)
                 else:
                     for each, tensor in zip(whole, (p, grad, buffer), strict=True):
                         each.append(tensor)
@@ -149,14 +150,12 @@ class Muon(torch.optim.Muon):
 
     def _compare_gradients(self) -> None:
         """Check all meshes, then let the ranks of each axis compare which gradients they have."""
-        lacking: defaultdict[tuple[Any, str], list[str]] = defaultdict(list)
-        index = -1
-        for group in self.param_groups:
-            for p in group["params"]:
-                index += 1
-                for axis in _cut_axes(p):
-                    found = mesh_like("optim.Muon", p, self.mesh)
-                    lacking[found, axis] += [f"{index}"] * (p.grad is None)
+        lacking: defaultdict[tuple[DeviceMesh, str], list[str]] = defaultdict(list)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, p in enumerate(parameters):
+            for axis in _cut_axes(p):
+                found = mesh_like("optim.Muon", p, self.mesh)
+                lacking[found, axis] += [f"{index}"] * (p.grad is None)
         for (mesh, axis), indices in sorted(lacking.items(), key=lambda item: item[0][1]):
             text = f", without gradients of parameters {first_texts(indices, ', ')}" * bool(indices)
             axis_group = mesh.get_group(axis)
@@ -165,28 +164,18 @@ class Muon(torch.optim.Muon):
             run_named("all_reduce", axis_group, f"optim.Muon.step{text}", flag, ReduceOp.MAX)
 
     def _update_shard(
-        self,
-        p: torch.Tensor,
-        grad: torch.Tensor,
-        buffer: torch.Tensor,
-        *,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        nesterov: bool,
-        ns_coefficients: tuple[float, float, float],
-        ns_steps: int,
-        eps: float,
-        adjust_lr_fn: str | None,
+        self, p: torch.Tensor, grad: torch.Tensor, buffer: torch.Tensor, options: dict[str, Any]
     ) -> None:
         """Update a shard as torch's ``_single_tensor_muon`` updates a matrix; collective."""
-        lr = _muon._to_scalar(lr)
+        lr, momentum = _muon._to_scalar(options["lr"]), options["momentum"]
         buffer.lerp_(grad, 1 - momentum)
-        mine = grad.lerp(buffer, momentum) if nesterov else buffer
+        mine = grad.lerp(buffer, momentum) if options["nesterov"] else buffer
         update = unshard(mine.bfloat16(), like=p, mesh=self.mesh)
-        update = _muon._zeropower_via_newtonschulz(update, ns_coefficients, ns_steps, eps)
-        adjusted_lr = _muon._adjust_lr(lr, adjust_lr_fn, update.shape)
-        p.mul_(1 - lr * weight_decay)
+        update = _muon._zeropower_via_newtonschulz(
+            update, options["ns_coefficients"], options["ns_steps"], options["eps"]
+        )
+        adjusted_lr = _muon._adjust_lr(lr, options["adjust_lr_fn"], update.shape)
+        p.mul_(1 - lr * options["weight_decay"])
         p.add_(shard(update, like=p, mesh=self.mesh), alpha=-adjusted_lr)
 
 
@@ -204,4 +193,4 @@ _OPTIONS = (
 
 def _cut_axes(p: torch.Tensor) -> tuple[str, ...]:
     spec = find_spec(p)
-    return () if spec is None else tuple(a for entry in spec.partitions for a in axes_of(entry))
+    return () if spec is None else sharding_axes(spec)

@@ -237,7 +237,8 @@ def unshard(
         local, pattern, shape = local.local, local.sharding, local.shape
     tensor = as_tensor(local, argument="local", operation="unshard", writable=False)
     if like is not None or pattern is None:
-        _check_like("unshard", pattern, like, {"shape": shape, **sizes} if shape else sizes)
+        given = sizes if shape is None else {"shape": shape, **sizes}
+        _check_like("unshard", pattern, like, given)
         pattern, shape = sharding_like("unshard", like, mesh, tuple(tensor.shape))
         mesh = None
     lies: Any = pattern

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ..annotations.axis_types import annotation_of, change_annotation, shown
+from ..annotations.axis_types import GlobalSizes, annotation_of, change_annotation, shown
 from ..annotations.tensor_specs import dims_text, find_spec, sizes_of
 from ..arrays import shape_text
 from ..collectives.normalize_args import run_named
@@ -38,11 +38,9 @@ from ..errors import ArgumentError, KindError, MeshError, ShapeError
 from ..mesh.current_mesh import find_meshes_with, get_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
-from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.partition_spec import PartitionSpec, sharding_axes
 from ..mesh.spec import NamedSharding, sized_by_shards
 from ..typed_mode.type_errors import mesh_text, tensor_text
-
-_Sizes = tuple[int | tuple[int, ...], ...]
 
 
 def mesh_like(operation: str, like: torch.Tensor, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -94,7 +92,7 @@ def sharding_like(
     here = tuple(like.shape)
     if local_shape is not None and local_shape != here:
         raise _mismatched(operation, f"shape {shape_text(here)}, as like", local_shape)
-    sizes: _Sizes = annotation_of(like).global_sizes
+    sizes: GlobalSizes = annotation_of(like).global_sizes
     if not sizes:
         sizes = _exchange_sizes(operation, like, spec, found_mesh)
         change_annotation(like, global_sizes=sizes)
@@ -124,14 +122,15 @@ def _spec_of(operation: str, like: Any) -> PartitionSpec:
             f"{operation}: like= has no spec that states how it is sharded",
             expected="a tensor with a spec",
             found=tensor_text(like) + (f", annotated as [{dims}]" if dims else ""),
-            fix="annotate it, for example md.annotate(p, 'f@tp d', mesh=mesh)",
+            fix="if it is equal on all ranks, it is already complete; if it is a shard, annotate "
+            "it, for example md.annotate(p, 'f@tp d', mesh=mesh)",
         )
     # Along reduced axes values are equal.
     return PartitionSpec(*spec.partitions, unreduced=spec.unreduced)
 
 
 def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:
-    return (*(a for entry in spec.partitions for a in axes_of(entry)), *sorted(spec.unreduced))
+    return (*sharding_axes(spec), *sorted(spec.unreduced))
 
 
 def _mismatched(operation: str, expected: str, shape: tuple[int, ...]) -> ShapeError:
@@ -145,9 +144,9 @@ def _mismatched(operation: str, expected: str, shape: tuple[int, ...]) -> ShapeE
 @hidden_from_modes
 def _exchange_sizes(
     operation: str, like: torch.Tensor, spec: PartitionSpec, mesh: DeviceMesh
-) -> _Sizes:
+) -> GlobalSizes:
     """Return the global sizes of ``like``; raise on all ranks if parts do not match; collective."""
-    cut = {axis for entry in spec.partitions for axis in axes_of(entry)}
+    cut = sharding_axes(spec)
     here = tuple(like.shape)
     if not cut:
         return here

@@ -71,6 +71,12 @@ _FIX = (
     "use 'column_whole' and 'row_whole' around functions of all features"
 )
 
+_RAISES = "the split model raises"
+_FIX_OF_PLAN = (
+    "complete the plan: a layer after 'column' needs 'row' or 'row_whole'; or correct the code of "
+    "this module"
+)
+
 
 class ExampleCheck:
     """A model, example inputs, and the results of the unsplit model.
@@ -101,6 +107,7 @@ class ExampleCheck:
             )
         self._model, self._mesh, self._group = model, mesh, mesh.open_group()
         self._calls: Counter[str] = Counter()
+        self._running: list[str] = []
         self._tolerance = 0.0
         # Of the unsplit model.
         self._outputs: dict[tuple[str, int], list[torch.Tensor]] = {}
@@ -124,7 +131,7 @@ class ExampleCheck:
             outputs, self._gradients = self._run(self._keep)
         except Exception as raised:
             error = raised
-        if failed := self._reports(None if error is None else (0, _text_of(error)), error):
+        if failed := self._reports(None if error is None else (0, self._text_of(error)), error):
             if error is not None:
                 raise error
             raise UnequalError(
@@ -161,7 +168,7 @@ class ExampleCheck:
             _, gradients = self._run(self._compare)
             self._compare_gradients(gradients, specs)
         except Exception as raised:
-            error, self._difference = raised, (-1, f"the split model raises {_text_of(raised)}")
+            error, self._difference = raised, (-1, f"{_RAISES} {self._text_of(raised)}")
         try:
             if found := self._reports(self._difference, error):
                 raise UnequalError(
@@ -169,7 +176,7 @@ class ExampleCheck:
                     where=self._where(),
                     expected="equal outputs and gradients before and after the split",
                     found=found,
-                    fix=_FIX,
+                    fix=_FIX_OF_PLAN if _RAISES in found else _FIX,
                 ) from error
         finally:
             del error  # A cycle of the error and this frame would keep the graph in memory.
@@ -246,19 +253,28 @@ class ExampleCheck:
             visit: called with a module's name and output, after each call of a module.
         """
         self._calls.clear()
+        self._running.clear()
 
         def hook(name: str) -> Callable[..., None]:
             def after(module: nn.Module, args: Any, output: Any) -> None:
                 with torch.no_grad():
                     visit(name, output)
                 self._calls[name] += 1
+                self._running.pop()
 
             return after
 
+        def before(name: str) -> Callable[..., None]:
+            return lambda module, args: self._running.append(name)
+
         with _unchanged(self._model), torch.enable_grad():
             handles = [
-                module.register_forward_hook(hook(name))
+                handle
                 for name, module in self._model.named_modules()
+                for handle in (
+                    module.register_forward_pre_hook(before(name)),
+                    module.register_forward_hook(hook(name)),
+                )
             ]
             try:
                 args, kwargs = self._inputs()
@@ -314,12 +330,16 @@ class ExampleCheck:
         first = min(order for _, (order, _) in found)
         return grouped_text((rank, text) for rank, (order, text) in found if order == first)
 
+    def _text_of(self, error: Exception) -> str:
+        """Return the first line of an error, with the module that raised it and the error's fix."""
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if self._running:
+            text += f", in {self._running[-1] or 'the model'}"
+        fix = getattr(error, "fix", None)
+        return f"{text} (fix: {fix})" if fix else text
+
     def _where(self) -> str:
         return f"over {self._mesh.axis_names[0]!r}, {self._mesh.size()} ranks"
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _copied(leaf: Any) -> Any:

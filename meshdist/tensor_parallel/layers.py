@@ -395,3 +395,11 @@ class GatherSequence(UseHook):
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s@{tp} d -> ... s d", self.mesh)
+
+
+def find_parallelized(module: nn.Module) -> SplitLayer | UseHook | None:
+    """Return the split layer that a module has become, or its hook; None if it is unchanged."""
+    if isinstance(module, SplitLayer):
+        return module
+    found: list[object] = [module.forward, *module._forward_hooks.values()]
+    return next((each for each in found if isinstance(each, UseHook)), None)

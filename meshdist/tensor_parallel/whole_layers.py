@@ -46,7 +46,8 @@ from ..sharding.api import shard, unshard
 from ..typed_mode.function_rules import tensors_in
 from ..typed_mode.module_annotations import restore_annotations
 from .layers import SplitLayer
-from .plan_styles import STYLES
+from .plan_checks import specs_of
+from .plan_styles import STYLES, Assignment
 
 __all__ = ["apply"]
 
@@ -150,21 +151,19 @@ def _apply(module: nn.Module, fn: Callable[[nn.Module], Any], names: dict[nn.Mod
 def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
     """Give a split layer complete parameters and torch's class; after it, this rank's parts."""
     kind, mesh, style = type(layer), layer.mesh, STYLES[layer.style]
-    specs = {leaf: spec.format(tp=layer.axis) for leaf, spec in layer.specs.items()}
+    specs = specs_of(Assignment(name, layer, layer.style), layer.axis)
     before: dict[str, tuple[Any, torch.Tensor, Any]] = {}
     tables = [(table, dict(table)) for table in vars(layer).values() if isinstance(table, dict)]
     assert style.takes is not None
+    restore_annotations(layer)
     try:
         with _plain_tensors():
-            for leaf, spec in specs.items():
+            for leaf in specs:
                 parameter: Any = getattr(layer, leaf)
-                if parameter is not None:
-                    dims = zip(spec.split(), parameter.shape, strict=True)
-                    shape = [getattr(layer, style.cut) if "@" in dim else n for dim, n in dims]
-                    whole = unshard(parameter.detach(), spec, mesh, shape=shape)
-                    annotation = parameter.__dict__.pop(ANNOTATION, None)
-                    before[leaf] = parameter, parameter.data, annotation
-                    parameter.data = whole
+                whole = unshard(parameter.detach(), like=parameter, mesh=mesh)
+                annotation = parameter.__dict__.pop(ANNOTATION)
+                before[leaf] = parameter, parameter.data, annotation
+                parameter.data = whole
         layer.__class__ = style.takes  # type: ignore[assignment]
         shapes = {leaf: tuple(x.shape) for leaf, x in _own_parameters(layer).items()}
         yield
@@ -189,7 +188,7 @@ def _complete(layer: SplitLayer, name: str) -> Iterator[None]:
             for leaf, (parameter, _, annotation) in before.items():
                 current: Any = getattr(layer, leaf)
                 current.data = parts[leaf]
-                if current is parameter and annotation is not None:
+                if current is parameter:
                     parameter.__dict__[ANNOTATION] = annotation
         restore_annotations(layer)
 

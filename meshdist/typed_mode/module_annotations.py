@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..annotations.axis_types import annotation_of, find_type, set_spec
+from ..annotations.axis_types import GlobalSizes, annotation_of, find_type, set_spec
 from ..annotations.tensor_specs import checked_spec, layout_of, read_spec, spec_texts
 from ..arrays import describe
 from ..error_text import fields_among, with_article
@@ -81,7 +81,7 @@ def annotate_module(
     module: M,
     specs: object,
     mesh: DeviceMesh | None,
-    global_sizes: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    global_sizes: Mapping[str, GlobalSizes] = MappingProxyType({}),
 ) -> M:
     """Annotate the tensors that ``specs`` name, record this, return ``module``.
 

@@ -197,7 +197,8 @@ def find_seeded_axes() -> tuple[str, ...] | None:
 def draws_differ_over(mesh: DeviceMesh) -> bool:
     """Return whether ``md.seed`` or ``md.fork_rng`` gave ranks of ``mesh`` unequal seeds."""
     seeding = _find_valid_seeding()
-    return seeding is not None and _type_over(seeding.differing, mesh.layout) != INVARIANT
+    # A seed over other ranks says nothing, like no seed.
+    return seeding is not None and any(_type_over((it,), mesh.layout) for it in seeding.differing)
 
 
 def _find_valid_seeding() -> _Seeding | None:

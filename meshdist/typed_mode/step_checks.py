@@ -76,13 +76,12 @@ _ADAMW = (
 _OF_GLOBAL_ARRAYS = {
     optim.Muon: "use md.optim.Muon, or torch.optim.AdamW",
     optim.Adafactor: _ADAMW,
-    optim.LBFGS: _ADAMW,
+    optim.LBFGS: "use torch.optim.AdamW",
 }
 """torch's optimizers whose update of an element depends on others, with fixes."""
 
 _num_checked: WeakKeyDictionary[optim.Optimizer, int] = WeakKeyDictionary()
 """The number of parameters of each checked optimizer."""
-
 
 _meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The meshes of annotated parameters, which they keep alive: a comparison must not depend on when a

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -388,6 +390,20 @@ def test_submeshes(how: str) -> None:
         assert found["expert"] == (same[0], sum(1 + r for r in same) / size)
 
 
+def test_a_dropped_wrapper_leaves_no_group_open(pool: Pool) -> None:
+    assert pool.run(warnings_of_a_dropped_wrapper, 2) == [[], []]
+
+
+def warnings_of_a_dropped_wrapper() -> list[str]:
+    """Drop a wrapper over 'ep' alone, along which each rank holds other experts."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradients(Numbers({"own": "d", "expert": "d@ep"}, mesh), mesh["ep"], "ep")
+        gc.collect()
+    return [str(each.message) for each in caught]
+
+
 def test_frozen_experts_are_equal_along_the_other_axes_only() -> None:
     def frozen() -> tuple[float, str]:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -410,6 +426,20 @@ def test_frozen_experts_are_equal_along_the_other_axes_only() -> None:
         assert text.startswith("the replicas have diverged")
         assert "expert, shape (2,), float64: rank 3 differs from rank 1" in text
         assert "md.assert_equal(model, 'dp', mesh=mesh)" in text
+
+
+def test_experts_that_differ_along_the_other_axes_with_an_axis_of_one_rank() -> None:
+    def differing() -> str:
+        mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+        net, model = expert_and_own(mesh, verify_every=1)
+        net.expert.data.add_(md.get_rank())
+        model(torch.ones((), dtype=F64)).backward()
+        with pytest.raises(GradientError) as raised:
+            model.check_gradients()
+        return str(raised.value)
+
+    for text in md.simulate(differing, 2):
+        assert "expert, shape (2,), float64: rank 1 differs from rank 0" in text
 
 
 def test_types_of_experts() -> None:
@@ -581,8 +611,10 @@ def test_without_the_argument_the_error_names_it() -> None:
             f"  where:    rank {rank}, "
         )
         assert text.endswith(
-            "without 'ep'; if it holds experts, to which md.experts.dispatch sends tokens along "
-            "'ep', pass a device_mesh with 'ep', and experts_over='ep'"
+            "if the ranks along 'ep' have different data, as with experts to which "
+            "md.experts.dispatch sends tokens, pass a device_mesh with 'ep', and "
+            "experts_over='ep'; if they have the same data, pass as device_mesh= only axes along "
+            "which the model is replicated, without 'ep'"
         )
         assert "_set_params" not in text
 
@@ -649,6 +681,17 @@ def test_no_parameter_varies_over_the_axis() -> None:
             "  fix:      annotate the experts before you wrap the model: "
             "md.annotate(model, {'*.experts.*': 'e@ep ...'}, mesh=mesh); or remove experts_over"
         )
+
+
+def test_a_forgotten_annotation_is_named() -> None:
+    def forgotten(mesh: md.DeviceMesh) -> None:
+        net = nn.Linear(2, 2)
+        nn.init.constant_(net.weight, float(mesh.get_local_rank("ep")))
+        nn.init.zeros_(net.bias)
+        md.DDP(net, device_mesh=mesh["dp", "ep"], experts_over="ep")
+
+    for text in rejected(AxisTypeError, forgotten):
+        assert "fix:      annotate the experts before you wrap the model: " in text
 
 
 @pytest.mark.parametrize("ranks", [4, 6])

@@ -152,7 +152,8 @@ WRONG: dict[str, tuple[Any, str]] = {
         "ArgumentError: unshard: like= has no spec that states how it is sharded\n"
         "  expected: a tensor with a spec\n"
         "  found:    float32[3, 2]\n"
-        "  fix:      annotate it, for example md.annotate(p, 'f@tp d', mesh=mesh)",
+        "  fix:      if it is equal on all ranks, it is already complete; if it is a shard, "
+        "annotate it, for example md.annotate(p, 'f@tp d', mesh=mesh)",
     ),
     "an outdated annotation": (
         lambda mesh, p: md.shard(p, like=p.resize_(2, 2)),

@@ -291,8 +291,11 @@ def test_whole_draws_from_generators_that_differ_are_rejected(how: str) -> None:
         else:
             with md.fork_rng("tp", mesh=mesh), pytest.raises(UnequalError) as raised:
                 model(x)
-        md.seed(1, differ_over="dp", mesh=mesh)
-        model(x)
+        for seeded in (mesh, mesh["dp"]):
+            md.seed(1, differ_over="dp", mesh=seeded)
+            model(x)
+        with md.fork_rng("tp", mesh=mesh), pytest.raises(UnequalError):
+            model(x)
         return str(raised.value)
 
     assert md.simulate(program, 2)[1] == (

@@ -275,8 +275,12 @@ def test_all_state_is_left_as_it_was(fails: bool) -> None:
             with pytest.raises(UnequalError) as raised:
                 md.parallelize(model, mesh_of(2), plan, example=(x,))
             assert state_of(model) == before
+            text = str(raised.value)
             assert isinstance(raised.value.__cause__, ValueError)
-            assert "the split model raises ValueError: a number of features" in str(raised.value)
+            assert (
+                "the split model raises ValueError: a number of features, in the model" in text
+                and "fix:      complete the plan: a layer after 'column' needs" in text
+            )
         else:
             md.parallelize(model, mesh_of(2), plan, example=(x,))
             after = state_of(model)
@@ -422,7 +426,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], Any, type[MeshdistError], str]] = 
         UnequalError,
         "parallelize: the unsplit model failed on the example on other ranks\n"
         "  where:    over 'tp', 2 ranks\n"
-        "  found:    rank 1: ValueError: no memory\n"
+        "  found:    rank 1: ValueError: no memory, in the model\n"
         "  fix:      correct the example or the model on these ranks",
     ),
 }
