@@ -65,7 +65,8 @@ _MODULES = (
     "optim",
     "tensor_parallel",
 )
-_OF_OPERATIONS = ("attention", "experts", "lax", "optim")  # modules whose names are written with theirs
+_OF_OPERATIONS = ("attention", "experts", "lax", "optim")
+"""The modules whose names are written with the module's."""
 
 
 def _is_of_ours(record: logging.LogRecord) -> bool:

@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from operator import is_
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import optim
@@ -80,8 +80,9 @@ _OF_GLOBAL_ARRAYS = {
 }
 """torch's optimizers whose update of an element depends on others, with fixes."""
 
-_num_checked: WeakKeyDictionary[optim.Optimizer, int] = WeakKeyDictionary()
-"""The number of parameters of each checked optimizer."""
+_CHECKED = "_meshdist_checked"
+"""The key, in an optimizer's ``__dict__``, of its checked parameters. In a table, they would keep an
+optimizer alive to which a parameter's hook refers."""
 
 _meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The meshes of annotated parameters, which they keep alive: a comparison must not depend on when a
@@ -104,19 +105,17 @@ def watch_steps(tensors: Iterable[torch.Tensor], mesh: DeviceMesh | None = None)
 
 @untraced
 def check_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Check the parameters of ``optimizer`` unless a step with as many was checked."""
-    count = 0
-    for group in optimizer.param_groups:
-        count += len(group["params"])
-    if _num_checked.get(optimizer) != count:
-        _check(optimizer)
-        _num_checked[optimizer] = count
+    """Check the parameters of ``optimizer`` unless a step with the same was checked."""
+    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+    checked = optimizer.__dict__.get(_CHECKED, ())
+    if len(parameters) != len(checked) or not all(map(is_, parameters, checked)):
+        _check(optimizer, parameters)
+        optimizer.__dict__[_CHECKED] = parameters
 
 
 @hidden_from_modes
 @torch.no_grad()
-def _check(optimizer: optim.Optimizer) -> None:
-    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+def _check(optimizer: optim.Optimizer, parameters: list[torch.Tensor]) -> None:
     axes = {index: cut for index, x in enumerate(parameters) if (cut := _varying_axes(x))}
     if not axes:
         return

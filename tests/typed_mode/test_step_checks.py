@@ -142,12 +142,16 @@ def test_another_class_warns_once() -> None:
     ]
 
 
-def test_the_check_runs_again_with_other_parameters() -> None:
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_the_check_runs_again_with_other_parameters(is_replaced: bool) -> None:
     def program() -> None:
-        optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
         parameters = shards()
+        optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2)) for _ in parameters])
         optimizer.step()
-        optimizer.add_param_group({"params": parameters})
+        if is_replaced:
+            optimizer.param_groups[0]["params"][:] = parameters
+        else:
+            optimizer.add_param_group({"params": parameters})
         with pytest.raises(KindError):
             optimizer.step()
 
