@@ -81,8 +81,8 @@ _OF_GLOBAL_ARRAYS = {
 """torch's optimizers whose update of an element depends on others, with fixes."""
 
 _CHECKED = "_meshdist_checked"
-"""The key, in an optimizer's ``__dict__``, of its checked parameters. In a table, they would keep an
-optimizer alive to which a parameter's hook refers."""
+"""The key, in an optimizer's ``__dict__``, of its checked parameters. In a table, they would keep
+an optimizer alive to which a parameter's hook refers."""
 
 _meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The meshes of annotated parameters, which they keep alive: a comparison must not depend on when a
