@@ -326,9 +326,9 @@ def test_transfers_of_a_ring(pool: Pool, size: int, sent: tuple[int, int]) -> No
         axis = md.init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
         *given, grad = shards(axis, "zigzag", arrays())
         leaves = [x.requires_grad_() for x in given]
-        with torch.profiler.profile() as forward:
+        with torch.profiler.profile(acc_events=True) as forward:
             result = context_parallel(*leaves, axis, causal=True, layout="zigzag")
-        with torch.profiler.profile() as backward:
+        with torch.profiler.profile(acc_events=True) as backward:
             result.backward(grad)
         name = "meshdist::all_to_all_single of attention.context_parallel("
         return tuple(

@@ -535,6 +535,7 @@ def test_join_contexts_and_other_groups_raise() -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_sparse_gradients_and_delayed_parameters() -> None:
     def sparse() -> list[float]:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
