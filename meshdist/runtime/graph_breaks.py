@@ -17,6 +17,8 @@ from torch._C._dynamo.eval_frame import (
 from torch.distributed import _DEFAULT_FIRST_BUCKET_BYTES as SMALLEST_CAP
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from .fork_safe_locks import ForkSafeLock
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _WHY_NOT_TRACED = (
@@ -66,7 +68,8 @@ class _Forwards(threading.local):
         return self.bucket_bytes_cap > 0
 
 
-_forwards, _lock = _Forwards(), threading.Lock()
+_forwards = _Forwards()
+_lock = ForkSafeLock()
 _num_running, _outer = 0, None
 
 
@@ -78,7 +81,7 @@ def graphs_split_at_buckets(bucket_bytes_cap: int) -> Iterator[None]:
     # torch has one attribute for the process, and simulated ranks switch inside a forward.
     global _num_running, _outer
     before = _forwards.bucket_bytes_cap
-    with _lock:
+    with _lock.current:
         if not _num_running:
             _outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, cast(Any, _forwards)
         _num_running += 1
@@ -87,7 +90,7 @@ def graphs_split_at_buckets(bucket_bytes_cap: int) -> Iterator[None]:
         yield
     finally:
         _forwards.bucket_bytes_cap = before
-        with _lock:
+        with _lock.current:
             _num_running -= 1
             if not _num_running:
                 TorchDDP._active_ddp_module, _outer = _outer, None
